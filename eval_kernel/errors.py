@@ -1,0 +1,309 @@
+"""Every error a user can meet, in one tree, named by whose fault it is; other modules raise them, nobody redefines them.
+
+Each class carries what the edges need: a stable ``code`` for machines, the process ``exit_code``, and the
+``blame`` that tells a scheduler what to do (refuse the job, try another node, try again). The wire's
+status codes are derived from it in one table, ``fedeval.wire.status``.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+
+class Blame(Enum):
+    """Whose fault an error is, hence what to do about it."""
+
+    JOB = "job"  #: wrong wherever it runs: refuse or fail the job
+    NODE = "node"  #: this node cannot; another one may
+    SHARD = "shard"  #: running this shard failed; counts as one of its tries
+    CALLER = "caller"  #: the command or call was wrong; nothing was changed
+    SYSTEM = "system"  #: the environment of this process is broken
+
+
+class FedevalError(Exception):
+    """Root of the tree; never raised itself. Its text is one line: what is wrong, where, what to write instead."""
+
+    code: ClassVar[str] = "INTERNAL"
+    exit_code: ClassVar[int] = 1
+    blame: ClassVar[Blame] = Blame.SYSTEM
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
+
+
+# ---------------------------------------------------------------- the job is wrong
+
+
+class JobError(FedevalError):
+    """The job as submitted cannot give a number, on any node."""
+
+    code = "JOB_INVALID"
+    exit_code = 10
+    blame = Blame.JOB
+
+
+class SpecError(JobError):
+    """The job file is not valid: a key, a type, a value."""
+
+    code = "SPEC_INVALID"
+    exit_code = 11
+
+
+class ModelNotFound(FedevalError):
+    """No model at the path or id named, as seen from this node."""
+
+    code = "MODEL_NOT_FOUND"
+    exit_code = 12
+    blame = Blame.NODE
+
+
+class ModelCorrupt(JobError):
+    """The model's files are truncated, incomplete or not what they claim to be."""
+
+    code = "MODEL_CORRUPT"
+    exit_code = 13
+
+
+class ModelNotFinite(JobError):
+    """A weight is NaN or infinite."""
+
+    code = "MODEL_NOT_FINITE"
+    exit_code = 14
+
+
+class ModelNeedsCode(JobError):
+    """The model asks for code from its repository to be run, which is never done."""
+
+    code = "MODEL_NEEDS_CODE"
+    exit_code = 15
+
+
+class ModelUnsupported(JobError):
+    """The model or its tokenizer lacks something scoring needs."""
+
+    code = "MODEL_UNSUPPORTED"
+    exit_code = 16
+
+
+class ContextTooLong(JobError):
+    """The window's context is beyond what the model was made for."""
+
+    code = "CONTEXT_TOO_LONG"
+    exit_code = 17
+
+
+class PrecisionUnsupported(JobError):
+    """The precision asked for does not run, or not sensibly, on this device."""
+
+    code = "PRECISION_UNSUPPORTED"
+    exit_code = 18
+    blame = Blame.NODE
+
+
+class DatasetNotFound(FedevalError):
+    """No data at the path or id named, as seen from this node."""
+
+    code = "DATASET_NOT_FOUND"
+    exit_code = 20
+    blame = Blame.NODE
+
+
+class DatasetEmpty(JobError):
+    """The dataset has no document, or none that yields a token to score."""
+
+    code = "DATASET_EMPTY"
+    exit_code = 21
+
+
+class DatasetMalformed(JobError):
+    """A file of the dataset cannot be read as what it is declared to be; the text names file and line or byte."""
+
+    code = "DATASET_MALFORMED"
+    exit_code = 22
+
+
+class DataChanged(FedevalError):
+    """The data, tokenizer or weights on this node differ from those the job was planned with."""
+
+    code = "DATA_CHANGED"
+    exit_code = 23
+    blame = Blame.NODE
+
+
+class PathRefused(FedevalError):
+    """A path in the job lies outside the roots this node was told to read."""
+
+    code = "PATH_REFUSED"
+    exit_code = 24
+    blame = Blame.NODE
+
+
+# ---------------------------------------------------------------- running a shard went wrong
+
+
+class ShardError(FedevalError):
+    """Scoring one shard failed on this node."""
+
+    code = "SHARD_FAILED"
+    exit_code = 30
+    blame = Blame.SHARD
+
+
+class LossOutOfBounds(ShardError):
+    """A document part's loss sum is beyond what a float64 holds exactly (2^23 nats)."""
+
+    code = "LOSS_OUT_OF_BOUNDS"
+
+
+class OutOfMemory(ShardError):
+    """The device had no room for the shard's batches."""
+
+    code = "OUT_OF_MEMORY"
+
+
+class WorkerCrashed(ShardError):
+    """The worker process died while it scored the shard."""
+
+    code = "WORKER_CRASHED"
+
+
+class WorkerHung(ShardError):
+    """The worker process made no progress for longer than it may."""
+
+    code = "WORKER_HUNG"
+
+
+class JobIncomplete(FedevalError):
+    """The job ended without a number: something is missing, and the report says what."""
+
+    code = "JOB_INCOMPLETE"
+    exit_code = 1
+    blame = Blame.JOB
+
+
+# ---------------------------------------------------------------- the call was wrong
+
+
+class CallError(FedevalError):
+    """A command or an RPC was refused; nothing was changed."""
+
+    code = "REFUSED"
+    exit_code = 2
+    blame = Blame.CALLER
+
+
+class UnknownJob(CallError):
+    """No job of that id or name."""
+
+    code = "UNKNOWN_JOB"
+
+
+class JobKeyConflict(CallError):
+    """The client key was used before with another specification."""
+
+    code = "JOB_KEY_CONFLICT"
+
+
+class StaleIncarnation(CallError):
+    """The caller is an earlier life of an agent that has registered again since; it must stop."""
+
+    code = "STALE_INCARNATION"
+
+
+class NotRegistered(CallError):
+    """The coordinator does not know this agent (it restarted, or declared the agent lost): register again."""
+
+    code = "NOT_REGISTERED"
+
+
+class VersionRefused(CallError):
+    """No protocol version is spoken by both sides."""
+
+    code = "VERSION_REFUSED"
+
+
+class PartialRefused(CallError):
+    """A partial is not on the grid, not finite, out of bounds or does not fit the shard's plan."""
+
+    code = "PARTIAL_REFUSED"
+
+
+class Unreachable(FedevalError):
+    """The coordinator does not answer at the address given."""
+
+    code = "UNREACHABLE"
+    exit_code = 2
+    blame = Blame.CALLER
+
+
+class TimedOut(FedevalError):
+    """The time given on the command line ran out; the job goes on."""
+
+    code = "TIMED_OUT"
+    exit_code = 3
+    blame = Blame.CALLER
+
+
+# ---------------------------------------------------------------- this process cannot go on
+
+
+class PortTaken(FedevalError):
+    """The address to listen on is in use."""
+
+    code = "PORT_TAKEN"
+    exit_code = 40
+
+
+class DirectoryLocked(FedevalError):
+    """Another live process owns the data or spool directory."""
+
+    code = "DIRECTORY_LOCKED"
+    exit_code = 41
+
+
+class JournalNewer(FedevalError):
+    """The journal was written by a newer version of this program."""
+
+    code = "JOURNAL_NEWER"
+    exit_code = 42
+
+
+class JournalCorrupt(FedevalError):
+    """A row of the journal fails its checksum, or the file is not a journal."""
+
+    code = "JOURNAL_CORRUPT"
+    exit_code = 43
+
+
+class JournalFull(FedevalError):
+    """The journal cannot be written for want of space; it is retried, and nothing is acknowledged meanwhile."""
+
+    code = "JOURNAL_FULL"
+    exit_code = 44
+
+
+class DirectoryUnusable(FedevalError):
+    """A directory the process needs cannot be read or written."""
+
+    code = "DIRECTORY_UNUSABLE"
+    exit_code = 45
+
+
+class ConfigError(FedevalError):
+    """A command-line option or configuration value is wrong."""
+
+    code = "CONFIG_INVALID"
+    exit_code = 2
+    blame = Blame.CALLER
+
+
+def by_code(code: str) -> type[FedevalError]:
+    """Return the class whose ``code`` is ``code`` (``FedevalError`` itself for one that this version lacks)."""
+    todo: list[type[FedevalError]] = [FedevalError]
+    while todo:
+        cls = todo.pop()
+        if cls.code == code:
+            return cls
+        todo.extend(cls.__subclasses__())
+    return FedevalError

@@ -1,0 +1,136 @@
+"""What a job comes to once its data is indexed: the manifest and the table of shards. Plain data, JSON in and out.
+
+Same input, same plan, same digest, whoever makes it: nothing here depends on a node's memory, speed or clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+#: A shard that holds more whole documents than this reports them as one lump: the shard is then the
+#: statistical cluster, and document rows stay home.
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a job's data *is*, and what it is scored with. Digests are ``sha256:<hex>`` of content, never of paths."""
+
+    # the data
+    data_digest: str  # over the documents' bytes and boundaries
+    documents: int  # every document, empty ones included
+    empty_documents: int  # documents without a token
+    bytes: int  # UTF-8 bytes of the source text of all documents
+    words: int  # str.split() words of all documents
+    tokens: int  # tokens of the text; no special token is among them
+    # what is scored
+    windows: int
+    scored_tokens: int
+    scored_bytes: int  # bytes of the scored tokens (the whole text where every token is scored)
+    scored_words: int
+    input_tokens: int  # tokens that go through the model: the cost
+    shards: int
+    # what it is scored with
+    tokenizer_digest: str
+    weights_digest: str
+    model_type: str
+    parameters: int
+    vocabulary: int
+    max_context: int | None  # the model's own limit, where it states one
+    dtype: str  # "float32", "bfloat16" or "float16": what `precision` came to
+    policy: str
+    context: int
+    stride: int | None
+    join: str | None  # declared string between documents, None where documents stand alone
+    bos: str  # the rule after `auto` was resolved: "every_window", "first" or "none"
+    prefix_token: int | None  # the token that rule puts in front; None with "none"
+    prefix_kind: str  # "bos", "eos" (the model has no BOS) or "none"
+    batch_tokens: int
+    kernel_version: int
+
+    @property
+    def digest(self) -> str:
+        """Digest over every field: two manifests are the same evaluation exactly when these are equal."""
+        return digest_json(asdict(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Manifest:
+        """Build from ``to_json``'s dict."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """A fixed, numbered range of scoring windows and the counts that scoring it must yield.
+
+    ``first_document`` is the first document that has a token scored here, ``end_document`` one past the last.
+    ``lump`` tells whether whole documents are reported as one row (see ``MAX_ROWS``).
+    """
+
+    index: int
+    first_window: int
+    windows: int
+    tokens: int  # scored
+    bytes: int
+    words: int
+    input_tokens: int
+    first_document: int
+    end_document: int
+    lump: bool
+    digest: str  # over the windows and their token ids: the pack's name
+
+    def to_row(self) -> list[Any]:
+        """Return the fields in order, as compact JSON."""
+        return [getattr(self, f.name) for f in fields(self)]
+
+    @classmethod
+    def from_row(cls, row: list[Any]) -> ShardPlan:
+        """Build from ``to_row``'s list."""
+        return cls(*row)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job's manifest and its shards, numbered 0 .. n-1 in order of their windows."""
+
+    manifest: Manifest
+    shards: tuple[ShardPlan, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the shards tile the manifest; raises ``ValueError`` naming the first contradiction."""
+        m = self.manifest
+        if len(self.shards) != m.shards:
+            raise ValueError(f"the manifest says {m.shards} shards, the table has {len(self.shards)}")
+        window = 0
+        for i, s in enumerate(self.shards):
+            if s.index != i or s.first_window != window or s.windows <= 0:
+                raise ValueError(f"shard {i}: expected to start at window {window}, got {s}")
+            window += s.windows
+        for name, total in (
+            ("windows", m.windows),
+            ("tokens", m.scored_tokens),
+            ("bytes", m.scored_bytes),
+            ("words", m.scored_words),
+            ("input_tokens", m.input_tokens),
+        ):
+            got = sum(getattr(s, name) for s in self.shards)
+            if got != total:
+                raise ValueError(f"the shards' {name} add up to {got}, the manifest says {total}")
+
+    @property
+    def digest(self) -> str:
+        """Digest over manifest and shards."""
+        return digest_json([self.manifest.digest, [s.digest for s in self.shards]])
+
+
+def digest_json(value: Any) -> str:
+    """Return ``sha256:<hex>`` over the canonical JSON form of ``value`` (sorted keys, no spaces, UTF-8)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Generated messages and services (`make proto`) beside the .proto files that specify them."""
