@@ -1,7 +1,7 @@
-"""All accepted partials of a job put together: integer sums per statistical cluster. Divides nothing, judges nothing.
+"""All accepted partials of a job put together: integer sums per statistical cluster. Divides nothing.
 
-A cluster is a document: its rows from several shards are added up. Where a shard reports its whole documents as one
-lump, that shard is the cluster. Addition of integers does not depend on order, so neither does anything here.
+A cluster is a document: its rows from several shards are added up. Where a shard reports its whole documents
+as one lump, that shard is the cluster. Integer sums do not depend on order, so neither does anything here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cluster:
 
 
 class Tally:
-    """The exact sum of the partials added so far. Two tallies of the same partials are equal, whatever the order."""
+    """The exact sum of the partials added so far; tallies of the same partials are equal, whatever the order."""
 
     def __init__(self) -> None:
         """Start with nothing."""
@@ -50,7 +50,7 @@ class Tally:
 
     @property
     def documents(self) -> int:
-        """Documents with at least one scored token so far; one that is spread over several shards counts once."""
+        """Documents with a scored token so far; one that is spread over several shards counts once."""
         return sum(c.documents for c in self._clusters.values())
 
     def has(self, shard: int) -> bool:
@@ -60,8 +60,8 @@ class Tally:
     def add(self, partial: Partial) -> None:
         """Add a shard's partial.
 
-        Raises ``ValueError``, with nothing changed, for a shard that is already in and for rows that do not add up
-        to the partial's totals.
+        Raises ``ValueError``, with nothing changed, for a shard that is already in and for rows that do not
+        add up to the partial's totals.
         """
         if partial.shard in self._shards:
             raise ValueError(f"shard {partial.shard} is in the tally already")
@@ -106,11 +106,9 @@ class Tally:
             return NotImplemented
         return vars(self) == vars(other)
 
-    __hash__ = None  # type: ignore[assignment]  # mutable
-
     def __repr__(self) -> str:
         """Return the totals, for a person."""
-        return f"Tally(shards={self.shards}, documents={self.documents}, tokens={self.tokens}, steps={self.steps})"
+        return f"Tally({self.shards} shards, {self.documents} documents, {self.tokens} tokens, {self.steps} steps)"
 
     def _put(self, shard: int, row: RowSums) -> None:
         """Add a row to its cluster."""
