@@ -237,6 +237,12 @@ class Unreachable(FedevalError):
     blame = Blame.CALLER
 
 
+class Unavailable(Unreachable):
+    """The coordinator answers but cannot serve now: it is starting, stopping, or waits for its journal. Repeat."""
+
+    code = "UNAVAILABLE"
+
+
 class TimedOut(FedevalError):
     """The time given on the command line ran out; the job goes on."""
 

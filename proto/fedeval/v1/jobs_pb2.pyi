@@ -548,3 +548,51 @@ class ListNodesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
+
+@_typing.final
+class GetCoordinatorRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCoordinatorRequest: _TypeAlias = GetCoordinatorRequest  # noqa: Y015
+
+@_typing.final
+class GetCoordinatorResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MAX_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    coordinator: _builtins.str
+    """identity of this coordinator's journal"""
+    version: _builtins.str
+    protocol_min: _builtins.int
+    protocol_max: _builtins.int
+    uptime_seconds: _builtins.float
+    """since this process began to serve"""
+    def __init__(
+        self,
+        *,
+        coordinator: _builtins.str = ...,
+        version: _builtins.str = ...,
+        protocol_min: _builtins.int = ...,
+        protocol_max: _builtins.int = ...,
+        uptime_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCoordinatorResponse: _TypeAlias = GetCoordinatorResponse  # noqa: Y015

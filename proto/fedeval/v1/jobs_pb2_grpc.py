@@ -69,6 +69,11 @@ class JobServiceStub(object):
                 request_serializer=fedeval_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=fedeval_dot_v1_dot_jobs__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.GetCoordinator = channel.unary_unary(
+                '/fedeval.v1.JobService/GetCoordinator',
+                request_serializer=fedeval_dot_v1_dot_jobs__pb2.GetCoordinatorRequest.SerializeToString,
+                response_deserializer=fedeval_dot_v1_dot_jobs__pb2.GetCoordinatorResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -129,6 +134,13 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCoordinator(self, request, context):
+        """Says who answers here: the handshake of a client that wants to know before it asks for more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +178,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=fedeval_dot_v1_dot_jobs__pb2.ListNodesRequest.FromString,
                     response_serializer=fedeval_dot_v1_dot_jobs__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'GetCoordinator': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCoordinator,
+                    request_deserializer=fedeval_dot_v1_dot_jobs__pb2.GetCoordinatorRequest.FromString,
+                    response_serializer=fedeval_dot_v1_dot_jobs__pb2.GetCoordinatorResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +374,33 @@ class JobService(object):
             '/fedeval.v1.JobService/ListNodes',
             fedeval_dot_v1_dot_jobs__pb2.ListNodesRequest.SerializeToString,
             fedeval_dot_v1_dot_jobs__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCoordinator(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedeval.v1.JobService/GetCoordinator',
+            fedeval_dot_v1_dot_jobs__pb2.GetCoordinatorRequest.SerializeToString,
+            fedeval_dot_v1_dot_jobs__pb2.GetCoordinatorResponse.FromString,
             options,
             channel_credentials,
             insecure,

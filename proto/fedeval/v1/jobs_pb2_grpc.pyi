@@ -61,6 +61,8 @@ class JobServiceStub:
     """
     ListNodes: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.ListNodesRequest, _jobs_pb2.ListNodesResponse]
     """Returns every node known since the coordinator started."""
+    GetCoordinator: _grpc.UnaryUnaryMultiCallable[_jobs_pb2.GetCoordinatorRequest, _jobs_pb2.GetCoordinatorResponse]
+    """Says who answers here: the handshake of a client that wants to know before it asks for more."""
 
 @_typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -88,6 +90,8 @@ class JobServiceAsyncStub(JobServiceStub):
     """
     ListNodes: _aio.UnaryUnaryMultiCallable[_jobs_pb2.ListNodesRequest, _jobs_pb2.ListNodesResponse]  # type: ignore[assignment]
     """Returns every node known since the coordinator started."""
+    GetCoordinator: _aio.UnaryUnaryMultiCallable[_jobs_pb2.GetCoordinatorRequest, _jobs_pb2.GetCoordinatorResponse]  # type: ignore[assignment]
+    """Says who answers here: the handshake of a client that wants to know before it asks for more."""
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -154,5 +158,13 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_jobs_pb2.ListNodesResponse, _abc.Awaitable[_jobs_pb2.ListNodesResponse]]:
         """Returns every node known since the coordinator started."""
+
+    @_abc_1.abstractmethod
+    def GetCoordinator(
+        self,
+        request: _jobs_pb2.GetCoordinatorRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_jobs_pb2.GetCoordinatorResponse, _abc.Awaitable[_jobs_pb2.GetCoordinatorResponse]]:
+        """Says who answers here: the handshake of a client that wants to know before it asks for more."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
