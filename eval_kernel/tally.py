@@ -29,7 +29,7 @@ class Cluster:
 
 
 class Tally:
-    """The exact sum of the partials added so far; tallies of the same partials are equal, whatever the order."""
+    """The exact sum of the partials added so far: the same ones, in whatever order, give equal tallies."""
 
     def __init__(self) -> None:
         """Start with nothing."""
@@ -42,11 +42,25 @@ class Tally:
         self._shards: set[int] = set()
         # Keys: (0, document) for a document, (1, shard) for a lump.
         self._clusters: dict[tuple[int, int], Cluster] = {}
+        self._spoiled: set[tuple[int, int]] = set()
 
     @property
     def shards(self) -> int:
         """How many shards have been added."""
         return len(self._shards)
+
+    @property
+    def spoiled(self) -> Sequence[Cluster]:
+        """The clusters that have, or may have, a token without a finite loss: their sums are too small.
+
+        Where a partial names every place, these are the documents named; else, all of its clusters.
+        """
+        return [self._clusters[key] for key in sorted(self._spoiled)]
+
+    @property
+    def sound(self) -> Sequence[Cluster]:
+        """The clusters that are not spoiled: what ratios may be computed from."""
+        return [cluster for key, cluster in sorted(self._clusters.items()) if key not in self._spoiled]
 
     @property
     def documents(self) -> int:
@@ -80,8 +94,12 @@ class Tally:
         # The smallest of a union do not depend on the order of the unions, the first that arrived would.
         places = sorted([*self.places, *partial.places], key=lambda p: (p.document, p.token, p.value))
         self.places = places[:MAX_TALLY_PLACES]
+        named = {place.document for place in partial.places}
+        all_named = partial.nonfinite == len(partial.places)
         for row in partial.rows:
             self._put(partial.shard, row)
+            if partial.nonfinite and (not all_named or row.document is None or row.document in named):
+                self._spoiled.add(_key(partial.shard, row))
 
     def clusters(self) -> Sequence[Cluster]:
         """Return the clusters: documents in order of their index, then lumps in order of their shard."""
@@ -91,6 +109,7 @@ class Tally:
         """Return ``sha256:<hex>`` over totals, places and clusters: equal digests, bit-identical results."""
         content = {
             "totals": [self.steps, self.tokens, self.bytes, self.words, self.nonfinite],
+            "spoiled": sorted(self._spoiled),
             "places": [[p.document, p.token, p.value] for p in self.places],
             "clusters": [
                 [*key, c.steps, c.tokens, c.bytes, c.words, c.documents]
@@ -108,11 +127,12 @@ class Tally:
 
     def __repr__(self) -> str:
         """Return the totals, for a person."""
-        return f"Tally({self.shards} shards, {self.documents} documents, {self.tokens} tokens, {self.steps} steps)"
+        documents = f"{self.shards} shards, {self.documents} documents"
+        return f"Tally({documents}, {self.tokens} tokens, {self.steps} steps, {self.nonfinite} non-finite)"
 
     def _put(self, shard: int, row: RowSums) -> None:
         """Add a row to its cluster."""
-        key = (1, shard) if row.document is None else (0, row.document)
+        key = _key(shard, row)
         old = self._clusters.get(key)
         if old is None:
             self._clusters[key] = Cluster(row.steps, row.tokens, row.bytes, row.words, row.documents)
@@ -126,3 +146,8 @@ class Tally:
             old.words + row.words,
             documents,
         )
+
+
+def _key(shard: int, row: RowSums) -> tuple[int, int]:
+    """The key of a row's cluster: a document sorts before every lump."""
+    return (1, shard) if row.document is None else (0, row.document)
