@@ -1,8 +1,9 @@
-"""Standard errors and intervals for a ratio of sums over clusters. Knows nothing of losses, tokens or reports.
+"""Standard error and interval of a ratio of sums over clusters. Knows nothing of losses or reports.
 
-Sources: the cluster-robust (linearised) variance of a ratio estimator, Cochran, *Sampling Techniques*, 3rd ed., section
-6.4 and 11.8; Student's t through the regularised incomplete beta function, DLMF 8.17.22 (continued fraction, evaluated
-by Lentz's method, Numerical Recipes section 6.4); its expansion for many degrees of freedom, Abramowitz & Stegun 26.7.5.
+Sources: the linearised, cluster-robust variance of a ratio is in Cochran, *Sampling Techniques*, 3rd ed.,
+section 6.4. Student's t goes through the regularised incomplete beta function, whose continued fraction (DLMF
+8.17.22) is evaluated by Lentz's method (*Numerical Recipes*, section 6.4); with many degrees of freedom,
+through the expansion of Abramowitz & Stegun 26.7.5.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statistics import NormalDist
 
 #: Probability that an interval is meant to cover.
 CONFIDENCE = 0.95
-#: From so many degrees of freedom on, the expansion about the normal distribution is used (its error is below 1e-13).
+#: From so many degrees of freedom on, the expansion about the normal is used: its error is below 1e-13.
 _EXPAND_FROM = 1000
 
 
@@ -31,14 +32,12 @@ class Interval:
     reason: str = ""
 
 
-def ratio_interval(
-    pairs: Sequence[tuple[int, int]], unit: int = 1, confidence: float = CONFIDENCE
-) -> Interval:
-    """Return sum(s) / sum(n) / ``unit`` over clusters (s, n), with its cluster-robust standard error and t interval.
+def ratio_interval(pairs: Sequence[tuple[int, int]], unit: int = 1) -> Interval:
+    """Return sum(s) / sum(n) / ``unit`` over J clusters (s, n), with its cluster-robust SE and 95 % interval.
 
-    SE(r) = sqrt(J/(J-1) * sum((s_j - r*n_j)^2)) / sum(n), with J-1 degrees of freedom. Everything up to the last
-    division and the square root is integer arithmetic, so the order of the clusters changes no bit. The sums are of
-    quantities that cannot be negative, so the interval is cut at zero.
+    SE(r) = sqrt(J/(J-1) * sum((s_j - r*n_j)^2)) / sum(n); the interval is Student's (J-1 degrees of freedom).
+    All is integer arithmetic up to the last division and the square root, so the order of the clusters
+    changes no bit. The s are sums of what cannot be negative, so the interval is cut at zero.
     """
     num = len(pairs)
     total, size = sum(s for s, _ in pairs), sum(n for _, n in pairs)
@@ -50,7 +49,7 @@ def ratio_interval(
     # s_j - r*n_j = (s_j*N - S*n_j) / N, in integers.
     squares = sum((s * size - total * n) ** 2 for s, n in pairs)
     se = math.sqrt(Fraction(num * squares, (num - 1) * (size * size * unit) ** 2))
-    half = t_quantile((1 + confidence) / 2, num - 1) * se
+    half = t_quantile((1 + CONFIDENCE) / 2, num - 1) * se
     return Interval(value, se, max(0.0, value - half), value + half, num)
 
 
@@ -137,6 +136,6 @@ def _fraction(x: float, a: float, b: float) -> float:
             c = (1.0 + term / c) or tiny
             factor = c * d
             value *= factor
-        if abs(factor - 1.0) < 1e-16:
+        if abs(factor - 1.0) < 3e-16:
             return value
     raise ArithmeticError(f"the incomplete beta function does not converge at x={x}, a={a}, b={b}")
