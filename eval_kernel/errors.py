@@ -296,6 +296,13 @@ class DirectoryUnusable(FedevalError):
     exit_code = 45
 
 
+class IllegalTransition(FedevalError):
+    """A state machine was asked for a step that its table lacks: a fault of this program, nobody else's."""
+
+    code = "ILLEGAL_TRANSITION"
+    exit_code = 70
+
+
 class ConfigError(FedevalError):
     """A command-line option or configuration value is wrong."""
 

@@ -1,0 +1,118 @@
+"""What goes into the scheduler and what comes out of a call: plain frozen data. Reading is left to views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from coordinator.core.facts import Facts
+from coordinator.core.states import Role
+from eval_kernel.errors import ConfigError
+from eval_kernel.plan import Manifest, ShardPlan
+
+#: The ``shard`` of a holding that is the planning of a job.
+PLANNING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How patient the scheduler is. Durations are seconds. Raises ``ConfigError``."""
+
+    lease_seconds: float = 30.0
+    heartbeat_seconds: float = 5.0  # how often agents are told to renew
+    suspect_after_seconds: float = 15.0  # silence that makes a node SUSPECT; after a whole lease it is LOST
+    max_tries: int = 3  # failures of a shard, or of planning a job; twice as many expiries
+    target_seconds: float = 10.0  # wanted duration of one assignment
+    access_retry_seconds: float = 60.0  # how long a node that cannot run a job is not asked again
+
+    def __post_init__(self) -> None:
+        """Check that the durations make sense together."""
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        if not self.heartbeat_seconds < self.suspect_after_seconds <= self.lease_seconds:
+            raise ConfigError(
+                f"heartbeat_seconds ({self.heartbeat_seconds}) must be below suspect_after_seconds "
+                f"({self.suspect_after_seconds}), and that at most lease_seconds ({self.lease_seconds})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What an agent says of itself when it registers."""
+
+    agent: str
+    incarnation: str  # random, new for every start of the agent
+    site: str
+    roles: frozenset[Role]
+    version: str
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Work an agent may do: a shard of a job, or its planning (``shard`` is ``PLANNING``)."""
+
+    job: str
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """The job of a client's key. ``existed``: it was made by an earlier call."""
+
+    job: str
+    existed: bool
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class PlanWork:
+    """Index this job's data."""
+
+    job: str
+    spec_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork:
+    """Score these shards, in this order."""
+
+    job: str
+    spec_json: str
+    manifest: Manifest
+    shards: tuple[ShardPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RenewAnswer:
+    """What has become of an agent's holdings."""
+
+    lost: tuple[Holding, ...]  # another agent's, done, or given up
+    settled_jobs: tuple[str, ...]  # settled or unknown: drop all work on them
+    drain: bool  # nothing new will be given
+
+
+class Verdict(Enum):
+    """What became of a result."""
+
+    ACCEPTED = "ACCEPTED"
+    DUPLICATE = "DUPLICATE"  #: the same result is there already
+    DIVERGENT = "DIVERGENT"  #: another result was first; this one is kept for the report
+    UNWANTED = "UNWANTED"  #: the job is settled, or unknown
+    REFUSED = "REFUSED"  #: it breaks a rule; ``detail`` says which
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict on a result, one line of detail for people, and what must be journaled before it is told.
+
+    A verdict without facts may still rest on facts of an earlier call (a DUPLICATE of a commit that is being
+    written): it may be told only once everything returned before it is durable.
+    """
+
+    verdict: Verdict
+    detail: str = ""
+    facts: Facts = ()
