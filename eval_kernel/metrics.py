@@ -1,6 +1,6 @@
 """What a tally comes to: nats per token, perplexity, bits per byte and kin. The one place that divides sums.
 
-Every metric is a ratio over the tally's sound clusters. The interval of a perplexity is the exponential of the
+Every metric is a ratio over the sound clusters. The interval of a perplexity is the exponential of the
 interval of its nats, hence asymmetric. Nothing is ever averaged; showing results is left to the report.
 """
 
