@@ -57,6 +57,14 @@ def bits_per_byte(tally: Tally) -> Metric:
     return _plain("bits_per_byte", _nats(tally, "bytes"), 1.0 / math.log(2.0), "bit/byte", "bytes")
 
 
+def lm_eval_word_perplexity(steps: int, words: int) -> Metric:
+    """Return the word perplexity over lm-evaluation-harness' count of words, which is known for the whole data only."""
+    nats = Interval(
+        steps / STEPS_PER_NAT / words if words else None, reason="words as lm-evaluation-harness counts them"
+    )
+    return _exponential("lm_eval_word_perplexity", nats, "per word", "words")
+
+
 def _nats(tally: Tally, per: str) -> Interval:
     """Nats per token, byte or word over the sound clusters that hold a scored token."""
     clusters: list[Cluster] = [c for c in tally.sound if c.tokens > 0]
@@ -64,9 +72,7 @@ def _nats(tally: Tally, per: str) -> Interval:
 
 
 def _plain(name: str, nats: Interval, scale: float, unit: str, per: str) -> Metric:
-    value, se, low, high = (
-        None if v is None else v * scale for v in (nats.value, nats.se, nats.low, nats.high)
-    )
+    value, se, low, high = (None if v is None else v * scale for v in (nats.value, nats.se, nats.low, nats.high))
     return Metric(name, value, se, low, high, unit, nats.clusters, _note(nats, per))
 
 
@@ -89,9 +95,7 @@ def _note(nats: Interval, per: str) -> str:
     if nats.reason:
         return nats.reason
     if nats.clusters < FEW_CLUSTERS:
-        return (
-            f"the interval rests on {nats.clusters} clusters only (t, {nats.clusters - 1} degrees of freedom)"
-        )
+        return f"the interval rests on {nats.clusters} clusters only (t, {nats.clusters - 1} degrees of freedom)"
     return ""
 
 

@@ -25,6 +25,7 @@ class Manifest:
     empty_documents: int  # documents without a token
     bytes: int  # UTF-8 bytes of the source text of all documents
     words: int  # str.split() words of all documents
+    lm_eval_words: int  # lm-evaluation-harness' count: pieces of re.split(r"\s+", document), empty ones included
     tokens: int  # tokens of the text; no special token is among them
     # what is scored
     windows: int

@@ -13,7 +13,7 @@ from typing import Any
 
 from eval_kernel.gridsum import GRID_BITS, exact_decimal, to_nats
 from eval_kernel.intervals import CONFIDENCE
-from eval_kernel.metrics import metrics
+from eval_kernel.metrics import lm_eval_word_perplexity, metrics
 from eval_kernel.plan import Manifest
 from eval_kernel.report_text import render_text
 from eval_kernel.spec import JobSpec
@@ -104,6 +104,7 @@ def build_report(
                 "tokens_left_out": sum(c.tokens for c in tally.spoiled),
             },
         },
+        "lm_eval": _lm_eval(manifest, tally) if complete else None,
         "totals": {
             "loss_nats_exact": exact_decimal(tally.steps),
             "loss_steps": tally.steps,
@@ -130,9 +131,7 @@ def build_report(
         "timing": {
             "wall_seconds": wall_seconds,
             "scoring_seconds": sum(w.seconds for w in work),
-            "input_tokens_per_second": sum(w.input_tokens for w in work) / wall_seconds
-            if wall_seconds > 0
-            else None,
+            "input_tokens_per_second": sum(w.input_tokens for w in work) / wall_seconds if wall_seconds > 0 else None,
         },
     }
 
@@ -177,9 +176,7 @@ def _lacking(
         lines.append(f"the job is {state}: this is what has been scored so far")
     if missing:
         tokens = sum(s.tokens for s in missing)
-        lines.append(
-            f"{len(missing)} of {m.shards} shards are missing, with {tokens} of {m.scored_tokens} tokens"
-        )
+        lines.append(f"{len(missing)} of {m.shards} shards are missing, with {tokens} of {m.scored_tokens} tokens")
     elif tally.shards != m.shards:
         lines.append(f"{tally.shards} of {m.shards} shards are in the tally")
     counts = (("tokens", m.scored_tokens), ("bytes", m.scored_bytes), ("words", m.scored_words))
@@ -195,6 +192,13 @@ def _lacking(
     if tally.nonfinite:
         lines.append(f"{tally.nonfinite} tokens have a loss that is not finite; their documents are left out")
     return lines
+
+
+def _lm_eval(m: Manifest, tally: Tally) -> dict[str, Any] | None:
+    """The harness' own word perplexity; none where not every token of every document is scored, as it does."""
+    if m.policy != "rolling" or m.scored_tokens != m.tokens:
+        return None
+    return {**lm_eval_word_perplexity(tally.steps, m.lm_eval_words).to_json(), "words": m.lm_eval_words}
 
 
 def _coverage(m: Manifest, tally: Tally) -> dict[str, Any]:
@@ -222,9 +226,7 @@ def _statistics(m: Manifest, tally: Tally) -> dict[str, Any]:
             "neighbours, so the clusters are not quite independent"
         )
     if m.scored_tokens < m.tokens:
-        notes.append(
-            "not every token is scored under this rule; bytes and words are those of the scored ones"
-        )
+        notes.append("not every token is scored under this rule; bytes and words are those of the scored ones")
     return {
         "unit": "document",
         "clusters": len(clusters),
@@ -245,9 +247,7 @@ def _numerics(
     else:
         kernel = f"not measured: no unequal partial of a shard was seen; {computed}"
     if spec.model.source.lower().endswith(".gguf"):
-        quantisation = (
-            f"weights of a GGUF file, computed in {m.dtype}; the cost of the file's own is not known"
-        )
+        quantisation = f"weights of a GGUF file, computed in {m.dtype}; the cost of its quantisation is not known"
     elif spec.precision == "auto":
         quantisation = f"none by this job: {m.dtype} is the checkpoint's own"
     else:

@@ -11,9 +11,7 @@ MAX_LISTED = 20
 
 def render_text(report: dict[str, Any]) -> str:
     """Return the report as text that ends with a newline; what is missing comes first."""
-    lines = [
-        f"Job {report['job']}" + (f' "{report["name"]}"' if report["name"] else "") + f": {report['state']}"
-    ]
+    lines = [f"Job {report['job']}" + (f' "{report["name"]}"' if report["name"] else "") + f": {report['state']}"]
     lines += _missing(report)
     lines += ["", report["metric_name"], *_metrics(report)]
     lines += _section("Totals", _totals(report))
@@ -45,6 +43,12 @@ def interval(metric: dict[str, Any]) -> str:
     return "-" if metric["low"] is None else f"{number(metric['low'])} .. {number(metric['high'])}"
 
 
+def all_metrics(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the metrics, partial or not, and the one that exists for comparison with another tool."""
+    metrics = report["metrics" if report["complete"] else "partial_metrics"]
+    return metrics + ([report["lm_eval"]] if report["lm_eval"] else [])
+
+
 def missing_lines(report: dict[str, Any]) -> list[str]:
     """Return what is missing beyond the summary: shards, then places of losses that are not finite."""
     missing = report["missing"]
@@ -56,9 +60,7 @@ def missing_lines(report: dict[str, Any]) -> list[str]:
     if len(shards) > MAX_LISTED:
         lines.append(f"... and {len(shards) - MAX_LISTED} more shards")
     places = missing["nonfinite"]["places"]
-    lines += [
-        f"document {p['document']}, token {p['token']}: loss is {p['value']}" for p in places[:MAX_LISTED]
-    ]
+    lines += [f"document {p['document']}, token {p['token']}: loss is {p['value']}" for p in places[:MAX_LISTED]]
     unlisted = missing["nonfinite"]["tokens"] - min(len(places), MAX_LISTED)
     if unlisted > 0:
         lines.append(f"... and {unlisted} more tokens with a loss that is not finite")
@@ -69,9 +71,7 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
     """Return rows as lines with aligned columns; those numbered in ``right`` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     pads = [str.rjust if i in set(right) else str.ljust for i in range(len(widths))]
-    return [
-        "  ".join(pad(c, w) for c, w, pad in zip(row, widths, pads, strict=True)).rstrip() for row in rows
-    ]
+    return ["  ".join(pad(c, w) for c, w, pad in zip(row, widths, pads, strict=True)).rstrip() for row in rows]
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -88,7 +88,7 @@ def _missing(report: dict[str, Any]) -> list[str]:
 
 
 def _metrics(report: dict[str, Any]) -> list[str]:
-    metrics = report["metrics" if report["complete"] else "partial_metrics"]
+    metrics = all_metrics(report)
     title = "metric" if report["complete"] else "PARTIAL metric"
     rows = [(title, "value", "SE", "95 % interval", "unit")]
     notes: dict[str, list[str]] = {}

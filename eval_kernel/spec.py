@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from eval_kernel.errors import SpecError
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
@@ -38,7 +46,9 @@ class ModelSpec(_Section):
 
     source: Name = Field(description="Directory with config.json and *.safetensors, a .gguf file, or hub:owner/name")
     revision: Name | None = Field(None, description="Branch, tag or commit of a Hub model")
-    tokenizer: Name | None = Field(None, description="Directory or hub:owner/name of the tokenizer; default: the model's own")
+    tokenizer: Name | None = Field(
+        None, description="Directory or hub:owner/name of the tokenizer; default: the model's own"
+    )
 
 
 class DatasetSpec(_Section):
@@ -52,7 +62,10 @@ class DatasetSpec(_Section):
     config: Name | None = Field(None, description="Configuration of a Hub dataset")
     split: Name = Field("test", description="Split of a Hub dataset")
     revision: Name | None = Field(None, description="Branch, tag or commit of a Hub dataset")
-    documents: Name = Field("file", description="Text files: file | line | paragraph | regex:PATTERN (matches a document's first line)")
+    documents: Name = Field(
+        "file",
+        description="Text files: file | line | paragraph | regex:PATTERN (matches a document's first line)",
+    )
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
     limit: int | None = Field(None, ge=1, description="Only the first so many documents")
 
@@ -79,7 +92,9 @@ class WindowSpec(_Section):
         "model", description="Tokens the model sees at once; `model` is its own maximum, at most 2048"
     )
     stride: int | None = Field(None, ge=1)
-    join: str | None = Field(None, description="String between documents (strided: join them; concat, half: default two newlines)")
+    join: str | None = Field(
+        None, description="String between documents (strided: join them; concat, half: default two newlines)"
+    )
     drop_remainder: bool = False
     bos: Literal["auto", "every_window", "first", "none"] = "auto"
     max_windows: int | None = Field(None, ge=1, description="Only the first so many windows")
@@ -109,7 +124,9 @@ class WindowSpec(_Section):
 class BatchSpec(_Section):
     """How windows go through the model together; part of the plan, so a node's memory never changes a value."""
 
-    tokens: int = Field(4096, ge=1, le=1 << 22, description="Tokens per forward pass; one window goes even if it is longer")
+    tokens: int = Field(
+        4096, ge=1, le=1 << 22, description="Tokens per forward pass; one window goes even if it is longer"
+    )
 
 
 class ShardSpec(_Section):
@@ -156,7 +173,9 @@ class JobSpec(_Section):
 def parse_spec(data: Any, where: str) -> JobSpec:
     """Validate a mapping as a job; ``where`` (a file name) begins each message. Raises ``SpecError``."""
     if not isinstance(data, dict):
-        raise SpecError(f"{where}: expected a mapping with the keys {', '.join(JobSpec.model_fields)}; got {_kind(data)}")
+        raise SpecError(
+            f"{where}: expected a mapping with the keys {', '.join(JobSpec.model_fields)}; got {_kind(data)}"
+        )
     try:
         # JSON mode: strict about types, but lists may stand for tuples.
         return JobSpec.model_validate_json(json.dumps(data))
@@ -227,7 +246,9 @@ def _explain(e: dict[str, Any]) -> str:
         return f"unknown key {key!r}; {hint}"
     if e["type"] == "missing":
         return f"the key {key!r} is required"
-    message = e["msg"].removeprefix("Value error, ").replace("valid dictionary", "mapping").replace("an object", "a mapping")
+    message = (
+        e["msg"].removeprefix("Value error, ").replace("valid dictionary", "mapping").replace("an object", "a mapping")
+    )
     if e["type"] == "value_error":
         return f"{key}: {message}"
     return f"{key} is {_short(e['input'])}: {message[:1].lower()}{message[1:]}"
@@ -247,4 +268,6 @@ def _short(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    return {type(None): "nothing (the file is empty)", list: "a list", str: "a string"}.get(type(value), type(value).__name__)
+    return {type(None): "nothing (the file is empty)", list: "a list", str: "a string"}.get(
+        type(value), type(value).__name__
+    )

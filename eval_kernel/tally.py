@@ -82,9 +82,7 @@ class Tally:
         for name in ("steps", "tokens", "bytes", "words"):
             total, rows = getattr(partial, name), sum(getattr(row, name) for row in partial.rows)
             if total != rows:
-                raise ValueError(
-                    f"shard {partial.shard}: its rows' {name} add up to {rows}, its total is {total}"
-                )
+                raise ValueError(f"shard {partial.shard}: its rows' {name} add up to {rows}, its total is {total}")
         self._shards.add(partial.shard)
         self.steps += partial.steps
         self.tokens += partial.tokens
@@ -112,8 +110,7 @@ class Tally:
             "spoiled": sorted(self._spoiled),
             "places": [[p.document, p.token, p.value] for p in self.places],
             "clusters": [
-                [*key, c.steps, c.tokens, c.bytes, c.words, c.documents]
-                for key, c in sorted(self._clusters.items())
+                [*key, c.steps, c.tokens, c.bytes, c.words, c.documents] for key, c in sorted(self._clusters.items())
             ],
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

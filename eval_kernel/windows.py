@@ -89,7 +89,9 @@ class WindowRule:
             if not 1 <= self.stride <= self.context:
                 raise ValueError(f"stride must be between 1 and context ({self.context}), not {self.stride}")
             if self.bos is Bos.EVERY_WINDOW and self.policy is Policy.STRIDED and self.stride == self.context:
-                raise ValueError(f"with bos every_window a stride of {self.context} would skip tokens: use {self.context - 1}")
+                raise ValueError(
+                    f"with bos every_window a stride of {self.context} would skip tokens: use {self.context - 1}"
+                )
         elif self.policy is Policy.STRIDED:
             raise ValueError("the policy strided needs a stride")
         if self.drop_remainder and self.policy is not Policy.CONCAT:

@@ -15,7 +15,14 @@ PROTO = ROOT / "proto"
 def generate(out: Path) -> None:
     """Write the generated modules of every .proto file under ``out``; raises on a protoc error."""
     files = sorted(str(p.relative_to(PROTO)) for p in PROTO.glob("fedeval/v1/*.proto"))
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}", f"--python_out={out}", f"--grpc_python_out={out}"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{PROTO}",
+        f"--python_out={out}",
+        f"--grpc_python_out={out}",
+    ]
     plugins = Path(sys.executable).parent
     for name in ("mypy", "mypy_grpc"):
         command += [f"--plugin=protoc-gen-{name}={plugins / f'protoc-gen-{name}'}", f"--{name}_out={out}"]

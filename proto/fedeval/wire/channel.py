@@ -35,7 +35,10 @@ def client_options() -> Options:
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.enable_retries", 0),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES * 16),  # a report of many documents comes in one piece
+        (
+            "grpc.max_receive_message_length",
+            MAX_MESSAGE_BYTES * 16,
+        ),  # a report of many documents comes in one piece
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ]
 

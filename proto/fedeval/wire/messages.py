@@ -41,7 +41,9 @@ def partial_to_message(partial: Partial) -> evaluation_pb2.Partial:
 def partial_from_message(message: evaluation_pb2.Partial) -> Partial:
     """Return the partial of a message. Raises ``PartialRefused`` for sums off the grid or out of bounds."""
     if len(message.rows) > MAX_PARTIAL_ROWS or len(message.places) > MAX_PLACES:
-        raise PartialRefused(f"shard {message.shard}: {len(message.rows)} rows and {len(message.places)} places are too many")
+        raise PartialRefused(
+            f"shard {message.shard}: {len(message.rows)} rows and {len(message.places)} places are too many"
+        )
     try:
         return Partial(
             shard=message.shard,

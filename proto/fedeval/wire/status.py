@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -36,7 +36,7 @@ def code_of(error: errors.FedevalError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-async def abort(context: grpc.aio.ServicerContext, error: errors.FedevalError) -> NoReturn:
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.FedevalError) -> NoReturn:
     """End an RPC with ``error``: its code, its one line of text, and its reason in the details."""
     code = code_of(error)
     info = any_pb2.Any()
@@ -48,7 +48,8 @@ async def abort(context: grpc.aio.ServicerContext, error: errors.FedevalError) -
 
 def from_rpc(error: grpc.aio.AioRpcError, address: str) -> errors.FedevalError:
     """Return the error that a failed call stands for; one without our reason is ``Unreachable`` or ``FedevalError``."""
-    for key, value in error.trailing_metadata() or ():
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
         if key == _DETAILS_KEY and isinstance(value, bytes):
             status = status_pb2.Status.FromString(value)
             for detail in status.details:
@@ -57,7 +58,9 @@ def from_rpc(error: grpc.aio.AioRpcError, address: str) -> errors.FedevalError:
                     return errors.by_code(info.reason)(status.message)
     detail = error.details() or error.code().name
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return errors.Unreachable(f"no coordinator answers at {address} ({detail}); is `eval-coordinator serve` running there?")
+        return errors.Unreachable(
+            f"no coordinator answers at {address} ({detail}); is `eval-coordinator serve` running there?"
+        )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return errors.Unreachable(f"what answers at {address} is not an eval-coordinator ({detail})")
     return errors.FedevalError(f"the coordinator at {address} failed: {error.code().name}: {detail}")

@@ -1,0 +1,320 @@
+"""The engine of a node: plans jobs and scores shards with torch. The worker process and the reference evaluator drive it.
+
+It holds at most one model at a time. It knows nothing of leases, networks or other nodes.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, scoring, tokenizer
+from eval_kernel.errors import (
+    ContextTooLong,
+    DataChanged,
+    DatasetEmpty,
+    LossOutOfBounds,
+    ModelUnsupported,
+    OutOfMemory,
+    PrecisionUnsupported,
+    SpecError,
+)
+from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
+from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
+from eval_kernel.plan import Manifest, Plan, ShardPlan
+from eval_kernel.roots import Roots
+from eval_kernel.spec import JobSpec
+from eval_kernel.windows import Bos, Policy, Prefix
+
+#: What `context: model` is limited to: a million-token default would be a surprise.
+DEFAULT_CONTEXT = 2048
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a node lends to its engine. ``roots`` None means any path; ``threads`` None means all cores."""
+
+    cache: Path
+    roots: Roots = None
+    device: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """A job's ingredients, found, digested and cut; everything but the loaded weights."""
+
+    checkpoint: checkpoint.Checkpoint
+    tokenizer: tokenizer.Tokenizer
+    source: documents.Source
+    corpus: corpus.Corpus
+    layout: layout.Layout
+    prefix_token: int | None
+    manifest_facts: dict[str, Any]
+
+
+class Engine:
+    """Plans and opens jobs on one node."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = model.choose_device(config.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._loaded: tuple[tuple[str, str], model.Model] | None = None
+
+    def probe(self) -> dict[str, Any]:
+        """Return what torch can do here: versions, device, threads, and the dtypes that really multiply."""
+        works = []
+        for name, dtype in model.DTYPES.items():
+            try:
+                model.check_precision(name, self.device)
+                x = torch.ones(8, 8, dtype=dtype, device=self.device)
+                if float((x @ x)[0, 0]) == 8.0:
+                    works.append(name)
+            except (RuntimeError, PrecisionUnsupported):
+                continue  # that it does not work here is the finding
+        return {
+            "device": _device_name(self.device),
+            "dtypes": works,
+            "threads": torch.get_num_threads(),
+            "software": _software(),
+        }
+
+    def plan(self, spec: JobSpec, note: Note) -> Plan:
+        """Index a job: its manifest and its shards. Raises the errors of the job's ingredients."""
+        inputs = self._prepare(spec, note)
+        note("cutting windows and shards")
+        shards = tuple(inputs.layout.shards(spec.shard.tokens))
+        if not shards:
+            need = " (the policy half needs two windows of text)" if spec.window.policy == "half" else ""
+            raise DatasetEmpty(
+                f"{', '.join(spec.dataset.source)}: {len(inputs.corpus.tokens)} tokens, of which the window policy "
+                f"{spec.window.policy} with context {inputs.layout.rule.context} scores none{need}"
+            )
+        manifest = Manifest(
+            windows=inputs.layout.num_windows,
+            scored_tokens=sum(s.tokens for s in shards),
+            scored_bytes=sum(s.bytes for s in shards),
+            scored_words=sum(s.words for s in shards),
+            input_tokens=sum(s.input_tokens for s in shards),
+            shards=len(shards),
+            **inputs.manifest_facts,
+        )
+        return Plan(manifest, shards)
+
+    def open(self, spec: JobSpec, manifest: Manifest, note: Note) -> Evaluation:
+        """Get ready to score a planned job. Raises ``DataChanged`` when this node's ingredients are not the plan's."""
+        inputs = self._prepare(spec, note)
+        for name, value in inputs.manifest_facts.items():
+            planned = getattr(manifest, name)
+            if planned != value:
+                raise DataChanged(
+                    f"{name} is {value} on this node, the job was planned with {planned}; make the files equal everywhere"
+                )
+        key = (manifest.weights_digest, manifest.dtype)
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = None  # free the old weights before the new ones come
+            note("loading the model")
+            self._loaded = (key, model.load(inputs.checkpoint, manifest.dtype, self.device))
+        return Evaluation(inputs, manifest, self._loaded[1], self.config, spec)
+
+    def _prepare(self, spec: JobSpec, note: Note) -> _Inputs:
+        cache, roots = self.config.cache, self.config.roots
+        note("reading the model's files")
+        found = checkpoint.find(spec.model, roots, cache, note)
+        tok = tokenizer.load(found.tokenizer)
+        limit = found.text_config.get("max_position_embeddings")
+        wanted = spec.window.context
+        if isinstance(wanted, int):
+            context = wanted
+            if isinstance(limit, int) and context > limit:
+                raise ContextTooLong(
+                    f"window.context is {context}, but the model was made for at most {limit} tokens; "
+                    f"write {limit} or less"
+                )
+        else:
+            context = min(limit, DEFAULT_CONTEXT) if isinstance(limit, int) else DEFAULT_CONTEXT
+        bos, prefix_token, prefix_kind = _resolve_bos(spec, tok)
+        try:
+            rule = spec.window.rule(context, bos)
+        except ValueError as error:
+            raise SpecError(f"window: {error}") from None
+        note("finding the dataset")
+        source = documents.find(spec.dataset, roots)
+        data = corpus.load(source, tok.backend, tok.digest, spec.window.join, cache, note)
+        vocabulary = int(found.text_config["vocab_size"])
+        highest = max(int(data.tokens.max()), prefix_token or 0)
+        if highest >= vocabulary:
+            raise ModelUnsupported(
+                f"the tokenizer yields token {highest}, the model knows {vocabulary}: they do not belong together"
+            )
+        dtype = {"auto": found.dtype, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[spec.precision]
+        if spec.precision == "auto" and dtype == "float64":
+            dtype = "float32"
+        facts = {
+            "data_digest": data.data_digest,
+            "documents": data.num_documents,
+            "empty_documents": int((np.diff(data.offsets) == 0).sum()),
+            "bytes": data.source_bytes,
+            "words": data.source_words,
+            "lm_eval_words": data.lm_eval_words,
+            "tokens": len(data.tokens),
+            "tokenizer_digest": tok.digest,
+            "weights_digest": checkpoint.weights_digest(found, cache),
+            "model_type": str(found.config["model_type"]),
+            "parameters": found.num_parameters,
+            "vocabulary": vocabulary,
+            "max_context": limit if isinstance(limit, int) else None,
+            "dtype": dtype,
+            "policy": spec.window.policy,
+            "context": context,
+            "stride": spec.window.stride,
+            "join": spec.window.join,
+            "bos": bos.value,
+            "prefix_token": prefix_token,
+            "prefix_kind": prefix_kind,
+            "batch_tokens": spec.batch.tokens,
+            "kernel_version": KERNEL_VERSION,
+        }
+        cut = layout.Layout(data, rule, spec.window.max_windows)
+        return _Inputs(found, tok, source, data, cut, prefix_token, facts)
+
+
+class Evaluation:
+    """A job that is open on this node: scores its shards one at a time."""
+
+    def __init__(
+        self, inputs: _Inputs, manifest: Manifest, loaded: model.Model, config: EngineConfig, spec: JobSpec
+    ) -> None:
+        self._inputs, self._manifest, self._model, self._config, self._spec = (
+            inputs,
+            manifest,
+            loaded,
+            config,
+            spec,
+        )
+
+    def score(self, shard: ShardPlan, beat: Callable[[], None]) -> ScoredShard:
+        """Score one shard. ``beat`` is called after every batch. Raises ``ShardError``s and ``DataChanged``."""
+        cut = self._inputs.layout
+        windows = list(cut.windows(shard.first_window, shard.windows))
+        if cut.shard_digest(windows) != shard.digest:
+            corpus.forget(
+                self._inputs.source, self._inputs.tokenizer.digest, self._spec.window.join, self._config.cache
+            )
+            raise DataChanged(
+                f"shard {shard.index}: its tokens on this node are not those it was planned with; the token cache was dropped"
+            )
+        started = time.perf_counter()
+        try:
+            losses = scoring.score(self._model, [self._row(w) for w in windows], self._manifest.batch_tokens, beat)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"shard {shard.index}: {error}; lower batch.tokens (now {self._manifest.batch_tokens})"
+            ) from None
+        partial = self._sum(shard, windows, losses)
+        return ScoredShard(partial, self._execution(time.perf_counter() - started))
+
+    def close(self) -> None:
+        """Let go of the corpus; the engine keeps the model for the next job that uses it."""
+
+    def _row(self, window: layout.Placed) -> scoring.Row:
+        tokens = self._inputs.corpus.tokens
+        inputs = np.array(tokens[window.start : window.end - 1])
+        if window.prefix is Prefix.PREPENDED:
+            inputs = np.concatenate([np.array([self._inputs.prefix_token], dtype=np.int32), inputs])
+        elif window.prefix is Prefix.OVERWRITES:
+            assert self._inputs.prefix_token is not None
+            inputs[0] = self._inputs.prefix_token
+        return scoring.Row(inputs, np.array(tokens[window.scored : window.end]))
+
+    def _sum(self, shard: ShardPlan, windows: list[layout.Placed], losses: list[scoring.Losses]) -> Partial:
+        data, cut = self._inputs.corpus, self._inputs.layout
+        sums: dict[int, list[int]] = {}
+        nonfinite, places = 0, list[NonFinite]()
+        for window, loss in zip(windows, losses, strict=True):
+            for document, start, end in cut.parts(window):
+                part = slice(start - window.scored, end - window.scored)
+                total = sums.setdefault(document, [0, 0, 0, 0])
+                total[0] += int(loss.steps[part].sum())
+                total[1] += end - start
+                total[2] += int(data.bytes[start:end].sum())
+                total[3] += int(data.words[start:end].sum())
+                bad = np.flatnonzero(~loss.finite[part])
+                nonfinite += len(bad)
+                for k in bad[: MAX_PLACES - len(places)]:
+                    token = start + int(k) - int(data.offsets[document])
+                    places.append(NonFinite(document, token, "nan" if loss.nan[part][k] else "inf"))
+        lump = cut.whole(windows) if shard.lump else set()
+        rows = []
+        if lump:
+            rows.append(RowSums(None, len(lump), *(sum(sums[d][k] for d in lump) for k in range(4))))
+        rows += [RowSums(d, 1, *values) for d, values in sorted(sums.items()) if d not in lump]
+        for row in rows:
+            if row.steps >= MAX_EXACT_NATS * STEPS_PER_NAT:
+                raise LossOutOfBounds(
+                    f"shard {shard.index}: the losses of document {row.document} add up to {row.steps / STEPS_PER_NAT:.6g} nats, "
+                    "beyond the 2^23 that stay exact; write a smaller shard.tokens"
+                )
+        return Partial(
+            shard=shard.index,
+            steps=sum(r.steps for r in rows),
+            tokens=sum(r.tokens for r in rows),
+            bytes=sum(r.bytes for r in rows),
+            words=sum(r.words for r in rows),
+            rows=tuple(rows),
+            nonfinite=nonfinite,
+            places=tuple(places),
+        )
+
+    def _execution(self, seconds: float) -> Execution:
+        device = self._model.device
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return Execution(seconds, _device_name(device), dtype, torch.get_num_threads(), peak, _software())
+
+
+def _resolve_bos(spec: JobSpec, tok: tokenizer.Tokenizer) -> tuple[Bos, int | None, str]:
+    """Turn ``auto`` into a rule, and find the token that it puts in front: BOS, else EOS (as lm-evaluation-harness does)."""
+    policy = Policy(spec.window.policy)
+    if tok.bos is not None:
+        token, kind = tok.bos, "bos"
+    elif tok.eos is not None:
+        token, kind = tok.eos, "eos"
+    else:
+        token, kind = None, "none"
+    if spec.window.bos != "auto":
+        rule = Bos(spec.window.bos)
+        if rule is not Bos.NONE and token is None:
+            raise ModelUnsupported(f"window.bos is {rule.value}, but the tokenizer has neither BOS nor EOS; write none")
+    elif policy is Policy.ROLLING:
+        rule = Bos.FIRST if token is not None else Bos.NONE
+    elif not tok.adds_bos:
+        rule = Bos.NONE
+    else:
+        rule = Bos.EVERY_WINDOW if policy is Policy.HALF else Bos.FIRST
+    if rule is Bos.NONE:
+        return rule, None, "none"
+    return rule, token, kind
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+
+
+def _software() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "tokenizers", "fedeval")}

@@ -1,0 +1,156 @@
+"""A model ready to score with: loaded, checked, and split into a body and a head so that full logits never exist.
+
+What the model is comes from transformers; this file only finds the seam between hidden states and logits, and
+proves on a few tokens that it found it. Scoring is ``scoring``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval_kernel.checkpoint import Checkpoint
+from eval_kernel.errors import (
+    ModelCorrupt,
+    ModelNotFinite,
+    ModelUnsupported,
+    OutOfMemory,
+    PrecisionUnsupported,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Largest relative difference between the split model and the whole one on the probe tokens.
+SEAM_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``hidden(ids)`` gives the last hidden states [rows, length, width]; ``logits(hidden)`` gives [positions, vocabulary]
+    in the compute dtype. Where no seam was found, ``split`` is False and ``whole(ids, keep)`` gives the logits of the
+    last ``keep`` positions [rows, keep, vocabulary]."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vocabulary: int
+    split: bool
+    hidden: Callable[[torch.Tensor], torch.Tensor]
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    whole: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ``PrecisionUnsupported`` for one that is not there."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise PrecisionUnsupported(
+            f"device {wanted!r} is not usable here ({error}); allowed: auto, cpu, cuda, cuda:N"
+        ) from None
+    return device
+
+
+def check_precision(dtype: str, device: torch.device) -> None:
+    """Refuse what would run wrongly or absurdly slowly. Raises ``PrecisionUnsupported``."""
+    if dtype not in DTYPES:
+        raise PrecisionUnsupported(
+            f"the checkpoint's dtype {dtype} cannot be used as it is; write precision: fp32 or bf16"
+        )
+    if dtype == "float16" and device.type == "cpu":
+        raise PrecisionUnsupported("fp16 on a CPU is over 200 times slower than bf16; write precision: bf16 or fp32")
+    if dtype == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        raise PrecisionUnsupported(
+            "this GPU has no bf16 units (compute capability below 8.0); write precision: fp16 or fp32"
+        )
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Model:
+    """Load the weights in ``dtype`` on ``device``. Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported``, ``OutOfMemory``."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    check_precision(dtype, device)
+    where = f"model {checkpoint.directory}"
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.directory),
+            dtype=DTYPES[dtype],
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        missing = sorted(info["missing_keys"])
+        mismatched = list(info.get("mismatched_keys") or ())
+        if missing or mismatched:
+            name = missing[0] if missing else mismatched[0]
+            raise ModelCorrupt(
+                f"{where}: {len(missing) + len(mismatched)} weights are missing or of the wrong shape, {name} among them"
+            )
+        module = module.eval().requires_grad_(False).to(device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"{where}: does not fit into the memory of {device} ({error})") from None
+    except (ValueError, KeyError, RuntimeError, OSError) as error:
+        raise ModelCorrupt(f"{where}: cannot be loaded ({type(error).__name__}: {error})") from None
+    check_finite(module, where)
+    return _split(module, device, DTYPES[dtype], where)
+
+
+def check_finite(module: torch.nn.Module, where: str) -> None:
+    """Raise ``ModelNotFinite`` naming the first tensor with a NaN or an infinity, and where in it."""
+    for name, tensor in module.state_dict().items():
+        # A sum is non-finite whenever an element is; only then is the element looked for.
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+            bad = (~torch.isfinite(tensor)).nonzero()
+            if len(bad):
+                place = ", ".join(str(int(i)) for i in bad[0])
+                raise ModelNotFinite(
+                    f"{where}: the weight {name}[{place}] is {float(tensor[tuple(bad[0])])}; the checkpoint is damaged"
+                )
+
+
+def _split(module: Any, device: torch.device, dtype: torch.dtype, where: str) -> Model:
+    head = module.get_output_embeddings()
+    body = module.base_model
+    config = module.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    multiplier = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    vocabulary = int(head.weight.shape[0]) if head is not None else int(config.vocab_size)
+
+    def hidden(ids: torch.Tensor) -> torch.Tensor:
+        return body(input_ids=ids, use_cache=False).last_hidden_state
+
+    def logits(states: torch.Tensor) -> torch.Tensor:
+        out = head(states)
+        if multiplier != 1.0:
+            out = out * multiplier
+        if divisor != 1.0:
+            out = out / divisor
+        if softcap is not None:
+            out = torch.tanh(out / softcap) * softcap
+        return out
+
+    def whole(ids: torch.Tensor, keep: int) -> torch.Tensor:
+        return module(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+
+    probe = torch.arange(min(8, vocabulary), device=device).unsqueeze(0)
+    split = head is not None and body is not module
+    try:
+        with torch.inference_mode():
+            expected = module(input_ids=probe, use_cache=False).logits.double()
+            if split:
+                got = logits(hidden(probe)).double()
+                scale = expected.abs().max().clamp_min(1e-30)
+                split = got.shape == expected.shape and float((got - expected).abs().max() / scale) <= SEAM_TOLERANCE
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        raise ModelUnsupported(
+            f"{where}: cannot score a few tokens with it ({type(error).__name__}: {error})"
+        ) from None
+    return Model(device, dtype, vocabulary, split, hidden, logits, whole)

@@ -1,0 +1,48 @@
+"""The tokenizer, reduced to what scoring needs: text to ids with character offsets, its special tokens, its digest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval_kernel.errors import ModelUnsupported
+from eval_kernel.plan import digest_json
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """``backend`` is a ``tokenizers.Tokenizer`` that neither truncates nor pads; ids are used without special tokens."""
+
+    backend: Any
+    bos: int | None
+    eos: int | None
+    adds_bos: bool  # whether the tokenizer itself puts BOS in front of a text
+    digest: str
+
+
+def load(directory: Path) -> Tokenizer:
+    """Load the tokenizer of a model directory. Raises ``ModelUnsupported`` where there is none that gives offsets."""
+    from transformers import AutoTokenizer
+
+    try:
+        outer = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+    except Exception as error:  # missing files, bad JSON, unknown classes: each raises a type of its own
+        raise ModelUnsupported(
+            f"tokenizer {directory}: cannot be loaded ({type(error).__name__}: {error}); set model.tokenizer to one that can"
+        ) from None
+    backend = getattr(outer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelUnsupported(
+            f"tokenizer {directory}: {type(outer).__name__} gives no character offsets; use its fast form (tokenizer.json)"
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    bos, eos = outer.bos_token_id, outer.eos_token_id
+    begins = backend.encode("a", add_special_tokens=True).ids[:1]
+    adds_bos = bos is not None and begins == [bos] and backend.encode("a", add_special_tokens=False).ids[:1] != [bos]
+    digest = digest_json([json.loads(backend.to_str()), bos, eos])
+    return Tokenizer(backend, bos, eos, adds_bos, digest)
