@@ -179,6 +179,18 @@ def _lacking(
         lines.append(f"{len(missing)} of {m.shards} shards are missing, with {tokens} of {m.scored_tokens} tokens")
     elif tally.shards != m.shards:
         lines.append(f"{tally.shards} of {m.shards} shards are in the tally")
+    lines += _miscounts(spec, m, tally, missing)
+    if tally.nonfinite:
+        lines.append(f"tokens without a finite loss: {tally.nonfinite}; their documents are left out")
+    return lines
+
+
+def _miscounts(spec: JobSpec, m: Manifest, tally: Tally, missing: Sequence[MissingShard]) -> list[str]:
+    """Counts that contradict the manifest, unless the missing shards account for them."""
+    gap = m.scored_tokens - tally.tokens
+    if missing and sum(s.tokens for s in missing) == gap and len(missing) + tally.shards == m.shards:
+        return []
+    lines = []
     counts = (("tokens", m.scored_tokens), ("bytes", m.scored_bytes), ("words", m.scored_words))
     for what, planned in counts:
         scored = getattr(tally, what)
@@ -189,8 +201,6 @@ def _lacking(
     whole = m.policy == "rolling" and m.bos != "none" and spec.window.max_windows is None
     if tally.documents > with_tokens or (whole and tally.documents != with_tokens):
         lines.append(f"{tally.documents} documents were scored, the manifest has {with_tokens} with a token")
-    if tally.nonfinite:
-        lines.append(f"{tally.nonfinite} tokens have a loss that is not finite; their documents are left out")
     return lines
 
 
@@ -243,7 +253,7 @@ def _numerics(
     classes = sorted({f"{device_class(w.device)} {w.dtype}".strip() for w in work})
     computed = f"computed on {', '.join(classes)}" if classes else "nothing was computed"
     if accounting.divergent:
-        kernel = f"observed: {len(accounting.divergent)} partials differ from the accepted ones; {computed}"
+        kernel = f"observed: partials that differ from the accepted ones: {len(accounting.divergent)}; {computed}"
     else:
         kernel = f"not measured: no unequal partial of a shard was seen; {computed}"
     if spec.model.source.lower().endswith(".gguf"):

@@ -23,7 +23,8 @@ def render_text(report: dict[str, Any]) -> str:
         [(title, numerics[key]["text"]) for title, key in _ERRORS],
     )
     lines += _section("Provenance", _provenance(report))
-    return "\n".join(lines) + "\n"
+    # Names come from job files and nodes: nothing in them may steer the terminal.
+    return "".join("".join(c if c.isprintable() else "?" for c in line) + "\n" for line in lines)
 
 
 _ERRORS = (("adding up", "aggregation"), ("kernel, dtype", "kernel"), ("quantisation", "quantisation"))
@@ -99,7 +100,8 @@ def _metrics(report: dict[str, Any]) -> list[str]:
             notes.setdefault(note, []).append(m["name"])
     lines = ["  " + line for line in table(rows, right=(1, 2))]
     for note, names in notes.items():
-        lines.append(f"  note: {note}" if len(names) == len(metrics) else f"  {', '.join(names)}: {note}")
+        everywhere = len(names) == len(metrics) - bool(report["lm_eval"])
+        lines.append(f"  note: {note}" if everywhere else f"  {', '.join(names)}: {note}")
     return lines + [f"  note: {note}" for note in report["statistics"]["notes"]]
 
 
