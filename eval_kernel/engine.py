@@ -30,6 +30,7 @@ from eval_kernel.errors import (
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
 from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import Manifest, Plan, ShardPlan
+from eval_kernel.quiet import quiet
 from eval_kernel.roots import Roots
 from eval_kernel.spec import JobSpec
 from eval_kernel.windows import Bos, Policy, Prefix
@@ -67,6 +68,7 @@ class Engine:
     """Plans and opens jobs on one node."""
 
     def __init__(self, config: EngineConfig) -> None:
+        quiet()
         self.config = config
         self.device = model.choose_device(config.device)
         if config.threads is not None:
