@@ -26,6 +26,7 @@ from eval_kernel.errors import (
     ModelNeedsCode,
     ModelNotFound,
     ModelUnsupported,
+    reason,
 )
 from eval_kernel.plan import digest_json
 from eval_kernel.roots import Roots, allowed
@@ -137,7 +138,7 @@ def _config(directory: Path) -> dict[str, Any]:
             f"model {directory}: no config.json in it; give the directory of a transformers model"
         ) from None
     except (OSError, ValueError) as error:
-        raise ModelCorrupt(f"model {path}: cannot be read as JSON ({error})") from None
+        raise ModelCorrupt(f"model {path}: cannot be read as JSON ({reason(error)})") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelCorrupt(f"model {path}: has no model_type")
     from transformers import CONFIG_MAPPING
@@ -145,8 +146,8 @@ def _config(directory: Path) -> dict[str, Any]:
     if config["model_type"] not in CONFIG_MAPPING:
         if "auto_map" in config:
             raise ModelNeedsCode(
-                f"model {directory}: model_type {config['model_type']!r} needs Python code from its repository (auto_map), "
-                "which is never run; use a model that transformers knows"
+                f"model {directory}: model_type {config['model_type']!r} needs Python code from its repository "
+                "(auto_map), which is never run; use a model that transformers knows"
             )
         raise ModelUnsupported(
             f"model {directory}: model_type {config['model_type']!r} is unknown to the installed transformers"
@@ -161,9 +162,7 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
             weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
             files = sorted(set(weight_map.values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelCorrupt(
-                f"model {index}: cannot be read as an index of shards ({type(error).__name__}: {error})"
-            ) from None
+            raise ModelCorrupt(f"model {index}: cannot be read as an index of shards ({reason(error)})") from None
     else:
         weight_map = {}
         files = ["model.safetensors"] if (directory / "model.safetensors").exists() else []
@@ -171,7 +170,8 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
         pickles = sorted(p.name for p in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.pt*"))
         if pickles:
             raise ModelUnsupported(
-                f"model {directory}: its weights are pickles ({pickles[0]}), which are never loaded; convert to safetensors"
+                f"model {directory}: its weights are pickles ({pickles[0]}), which are never loaded; "
+                "convert them to safetensors"
             )
         raise ModelNotFound(f"model {directory}: no model.safetensors and no model.safetensors.index.json in it")
     tensors: dict[str, TensorInfo] = {}
@@ -215,9 +215,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 for name, e in entries.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ModelCorrupt(
-                f"model {path}: its safetensors header is damaged ({type(error).__name__}: {error})"
-            ) from None
+            raise ModelCorrupt(f"model {path}: its safetensors header is damaged ({reason(error)})") from None
     expected = max((t.end for t in tensors.values()), default=base)
     if expected != size:
         verb = "cut off" if size < expected else "too long"
@@ -282,9 +280,10 @@ def _from_hub(name: str, revision: str | None, note: Callable[[str], None], *, w
     patterns = ["*.json", "tokenizer*", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # the library raises a dozen unrelated types, all of which mean: not to be had here
+    except Exception as error:  # noqa: BLE001 - a dozen unrelated types, all of which mean: not to be had here
         raise ModelNotFound(
-            f"model hub:{name}: cannot be loaded on this node ({type(error).__name__}: {error}); check name, revision, token and network"
+            f"model hub:{name}: cannot be loaded on this node ({reason(error)}); "
+            "check name, revision, token and network"
         ) from None
 
 
@@ -333,10 +332,10 @@ def _convert_gguf(path: Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
         )
-    except (
-        Exception
-    ) as error:  # the GGUF reader raises whatever numpy, struct or a missing key gives; all mean: damaged or unknown
-        raise ModelCorrupt(f"model {path}: cannot be read as GGUF ({type(error).__name__}: {error})") from None
+    except Exception as error:  # noqa: BLE001 - numpy's, struct's and missing keys' errors; all mean: damaged or unknown
+        raise ModelCorrupt(
+            f"model {path}: cannot be read as GGUF ({reason(error)}); copy or convert it again"
+        ) from None
     # transformers refuses to save what came from GGUF; a plain model with the same weights it saves.
     config = type(model.config).from_dict(
         {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -79,7 +78,10 @@ def load(
     cache: Path,
     note: Callable[[str], None],
 ) -> Corpus:
-    """Return the corpus of a dataset, from the cache where it is there. Raises the errors of ``documents``, ``DirectoryUnusable``."""
+    """Return the corpus of a dataset, from the cache where it is there.
+
+    Raises the errors of ``documents`` and ``DirectoryUnusable``.
+    """
     key = _key(source, tokenizer_digest, join)
     home = cache / "corpora"
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval_kernel.errors import DatasetEmpty, DatasetMalformed, DatasetNotFound
+from eval_kernel.errors import DatasetEmpty, DatasetMalformed, DatasetNotFound, reason
 from eval_kernel.roots import Roots, expand
 from eval_kernel.spec import DatasetSpec
 
@@ -130,7 +130,7 @@ def _read(path: Path, encoding: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DatasetMalformed(
-            f"dataset {path}: not {encoding} at byte {error.start} (line {line}, byte value 0x{data[error.start]:02x}); "
+            f"dataset {path}: not {encoding} at byte {error.start} (line {line}, value 0x{data[error.start]:02x}); "
             "convert the file or write `encoding:` with the one it has"
         ) from None
 
@@ -215,7 +215,7 @@ def _load_table(kind: str, path: Path) -> Any:
         return datasets.Dataset.from_csv(str(path), sep=separator, keep_default_na=False, dtype=str)
     except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error
-        raise DatasetMalformed(f"dataset {path}: cannot be read as {kind} ({type(cause).__name__}: {cause})") from None
+        raise DatasetMalformed(f"dataset {path}: cannot be read as {kind} ({reason(cause)})") from None
 
 
 def _column(table: Any, field: str, where: str) -> Iterator[str]:
@@ -234,8 +234,9 @@ def _find_hub(spec: DatasetSpec, name: str) -> Source:
     datasets.disable_progress_bars()
     try:
         table = datasets.load_dataset(name, spec.config, split=spec.split, revision=spec.revision)
-    except Exception as error:  # the library raises a dozen unrelated types, all of which mean: not to be had here
+    except Exception as error:  # noqa: BLE001 - a dozen unrelated types, all of which mean: not to be had here
         raise DatasetNotFound(
-            f"dataset hub:{name}: cannot be loaded on this node ({type(error).__name__}: {error}); check name, config, split and network"
+            f"dataset hub:{name}: cannot be loaded on this node ({reason(error)}); "
+            "check name, config, split and network"
         ) from None
     return Source(spec, (), str(table._fingerprint), table)

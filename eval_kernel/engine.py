@@ -1,4 +1,4 @@
-"""The engine of a node: plans jobs and scores shards with torch. The worker process and the reference evaluator drive it.
+"""The engine of a node: plans jobs and scores shards with torch. The worker and the reference evaluator drive it.
 
 It holds at most one model at a time. It knows nothing of leases, networks or other nodes.
 """
@@ -122,7 +122,8 @@ class Engine:
             planned = getattr(manifest, name)
             if planned != value:
                 raise DataChanged(
-                    f"{name} is {value} on this node, the job was planned with {planned}; make the files equal everywhere"
+                    f"{name} is {value} on this node, the job was planned with {planned}; "
+                    "make the files equal everywhere"
                 )
         key = (manifest.weights_digest, manifest.dtype)
         if self._loaded is None or self._loaded[0] != key:
@@ -216,7 +217,8 @@ class Evaluation:
                 self._inputs.source, self._inputs.tokenizer.digest, self._spec.window.join, self._config.cache
             )
             raise DataChanged(
-                f"shard {shard.index}: its tokens on this node are not those it was planned with; the token cache was dropped"
+                f"shard {shard.index}: its tokens on this node are not those it was planned with; "
+                "the token cache was dropped"
             )
         started = time.perf_counter()
         try:
@@ -266,8 +268,8 @@ class Evaluation:
         for row in rows:
             if row.steps >= MAX_EXACT_NATS * STEPS_PER_NAT:
                 raise LossOutOfBounds(
-                    f"shard {shard.index}: the losses of document {row.document} add up to {row.steps / STEPS_PER_NAT:.6g} nats, "
-                    "beyond the 2^23 that stay exact; write a smaller shard.tokens"
+                    f"shard {shard.index}: the losses of document {row.document} add up to "
+                    f"{row.steps / STEPS_PER_NAT:.6g} nats, beyond the 2^23 that stay exact; lower shard.tokens"
                 )
         return Partial(
             shard=shard.index,
@@ -291,7 +293,7 @@ class Evaluation:
 
 
 def _resolve_bos(spec: JobSpec, tok: tokenizer.Tokenizer) -> tuple[Bos, int | None, str]:
-    """Turn ``auto`` into a rule, and find the token that it puts in front: BOS, else EOS (as lm-evaluation-harness does)."""
+    """Turn ``auto`` into a rule, and find the token that it puts in front: BOS, else EOS (as lm-evaluation-harness)."""
     policy = Policy(spec.window.policy)
     if tok.bos is not None:
         token, kind = tok.bos, "bos"

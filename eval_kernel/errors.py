@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one tree, named by whose fault it is; other modules raise them, nobody redefines them.
+"""Every error a user can meet, in one tree, named by whose fault it is; other modules raise, nobody redefines them.
 
 Each class carries what the edges need: a stable ``code`` for machines, the process ``exit_code``, and the
 ``blame`` that tells a scheduler what to do (refuse the job, try another node, try again). The wire's
@@ -193,6 +193,12 @@ class CallError(FedevalError):
     blame = Blame.CALLER
 
 
+class RequestInvalid(CallError):
+    """A field of a request is missing or wrong; the text names it."""
+
+    code = "REQUEST_INVALID"
+
+
 class UnknownJob(CallError):
     """No job of that id or name."""
 
@@ -221,6 +227,12 @@ class VersionRefused(CallError):
     """No protocol version is spoken by both sides."""
 
     code = "VERSION_REFUSED"
+
+
+class PlanRefused(CallError):
+    """The parts of a plan contradict each other or are too many."""
+
+    code = "PLAN_REFUSED"
 
 
 class PartialRefused(CallError):
@@ -303,12 +315,30 @@ class IllegalTransition(FedevalError):
     exit_code = 70
 
 
+class WorkerUnusable(FedevalError):
+    """The agent's worker process cannot start on this node: the engine's libraries are missing or broken."""
+
+    code = "WORKER_UNUSABLE"
+    exit_code = 46
+    blame = Blame.NODE
+
+
 class ConfigError(FedevalError):
     """A command-line option or configuration value is wrong."""
 
     code = "CONFIG_INVALID"
     exit_code = 2
     blame = Blame.CALLER
+
+
+#: Characters of a library's own error text that a message repeats.
+MAX_REASON = 200
+
+
+def reason(error: BaseException) -> str:
+    """Return a library's error as ``Type: text`` for use inside a message: one line, cut after ``MAX_REASON``."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 
 
 def by_code(code: str) -> type[FedevalError]:

@@ -75,7 +75,7 @@ class Layout:
             start = end
 
     def shards(self, input_tokens: int) -> Iterator[ShardPlan]:
-        """Yield the shards: consecutive windows, closed once they hold ``input_tokens`` tokens to go through the model."""
+        """Yield the shards: consecutive windows, closed once ``input_tokens`` tokens of them go through the model."""
         taken: list[Placed] = []
         first = index = cost = scored = 0
         for number, window in enumerate(self.windows(0, self.num_windows)):

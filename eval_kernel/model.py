@@ -19,6 +19,7 @@ from eval_kernel.errors import (
     ModelUnsupported,
     OutOfMemory,
     PrecisionUnsupported,
+    reason,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,9 +29,12 @@ SEAM_TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``hidden(ids)`` gives the last hidden states [rows, length, width]; ``logits(hidden)`` gives [positions, vocabulary]
+    """A loaded model as two functions.
+
+    ``hidden(ids)`` gives the last hidden states [rows, length, width]; ``logits(hidden)`` gives [positions, vocabulary]
     in the compute dtype. Where no seam was found, ``split`` is False and ``whole(ids, keep)`` gives the logits of the
-    last ``keep`` positions [rows, keep, vocabulary]."""
+    last ``keep`` positions [rows, keep, vocabulary].
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -42,7 +46,10 @@ class Model:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Return the device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ``PrecisionUnsupported`` for one that is not there."""
+    """Return the device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises ``PrecisionUnsupported`` for one that is not there.
+    """
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -50,7 +57,7 @@ def choose_device(wanted: str) -> torch.device:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise PrecisionUnsupported(
-            f"device {wanted!r} is not usable here ({error}); allowed: auto, cpu, cuda, cuda:N"
+            f"device {wanted!r} is not usable here ({reason(error)}); allowed: auto, cpu, cuda, cuda:N"
         ) from None
     return device
 
@@ -70,7 +77,10 @@ def check_precision(dtype: str, device: torch.device) -> None:
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Model:
-    """Load the weights in ``dtype`` on ``device``. Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported``, ``OutOfMemory``."""
+    """Load the weights in ``dtype`` on ``device``.
+
+    Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported``, ``OutOfMemory`` and ``PrecisionUnsupported``.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -91,13 +101,14 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Model:
         if missing or mismatched:
             name = missing[0] if missing else mismatched[0]
             raise ModelCorrupt(
-                f"{where}: {len(missing) + len(mismatched)} weights are missing or of the wrong shape, {name} among them"
+                f"{where}: {len(missing) + len(mismatched)} weights are missing or of the wrong shape, "
+                f"{name} among them; copy the checkpoint again"
             )
         module = module.eval().requires_grad_(False).to(device)
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(f"{where}: does not fit into the memory of {device} ({error})") from None
+        raise OutOfMemory(f"{where}: does not fit into the memory of {device} ({reason(error)})") from None
     except (ValueError, KeyError, RuntimeError, OSError) as error:
-        raise ModelCorrupt(f"{where}: cannot be loaded ({type(error).__name__}: {error})") from None
+        raise ModelCorrupt(f"{where}: cannot be loaded ({reason(error)})") from None
     check_finite(module, where)
     return _split(module, device, DTYPES[dtype], where)
 
@@ -150,7 +161,5 @@ def _split(module: Any, device: torch.device, dtype: torch.dtype, where: str) ->
                 scale = expected.abs().max().clamp_min(1e-30)
                 split = got.shape == expected.shape and float((got - expected).abs().max() / scale) <= SEAM_TOLERANCE
     except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-        raise ModelUnsupported(
-            f"{where}: cannot score a few tokens with it ({type(error).__name__}: {error})"
-        ) from None
+        raise ModelUnsupported(f"{where}: cannot score a few tokens with it ({reason(error)})") from None
     return Model(device, dtype, vocabulary, split, hidden, logits, whole)

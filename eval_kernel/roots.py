@@ -1,4 +1,4 @@
-"""Which paths a job may read: real paths under the roots this node was told of. Nothing else opens a path from a job."""
+"""Which paths a job may read: real paths under the roots this node was told of. Nothing else opens a job's paths."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def expand(source: str, roots: Roots, suffixes: tuple[str, ...]) -> list[Path]:
     elif path.exists():
         found = [path]
     else:
-        found = [p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file()]
+        found = [p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file()]  # noqa: PTH207 - Path.glob takes no absolute pattern
     allowed(_fixed_part(path), roots)
     return [allowed(p, roots) for p in sorted(found)]
 
 
 def _fixed_part(path: Path) -> Path:
-    """The part of a path before its first wildcard: refused even when nothing matches, so that a refusal tells nothing."""
+    """The part of a path before its first wildcard: refused even when nothing matches; a refusal tells nothing."""
     parts: list[str] = []
     for part in path.parts:
         if glob.has_magic(part):

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval_kernel.errors import ModelUnsupported
+from eval_kernel.errors import ModelUnsupported, reason
 from eval_kernel.plan import digest_json
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """``backend`` is a ``tokenizers.Tokenizer`` that neither truncates nor pads; ids are used without special tokens."""
+    """``backend`` is a ``tokenizers.Tokenizer`` that neither truncates nor pads; ids come without special tokens."""
 
     backend: Any
     bos: int | None
@@ -30,14 +30,15 @@ def load(directory: Path) -> Tokenizer:
         outer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
-    except Exception as error:  # missing files, bad JSON, unknown classes: each raises a type of its own
+    except Exception as error:  # noqa: BLE001 - missing files, bad JSON, unknown classes each raise a type of their own
         raise ModelUnsupported(
-            f"tokenizer {directory}: cannot be loaded ({type(error).__name__}: {error}); set model.tokenizer to one that can"
+            f"tokenizer {directory}: cannot be loaded ({reason(error)}); set model.tokenizer to one that can"
         ) from None
     backend = getattr(outer, "backend_tokenizer", None)
     if backend is None:
         raise ModelUnsupported(
-            f"tokenizer {directory}: {type(outer).__name__} gives no character offsets; use its fast form (tokenizer.json)"
+            f"tokenizer {directory}: {type(outer).__name__} gives no character offsets; "
+            "use its fast form (tokenizer.json)"
         )
     backend.no_truncation()
     backend.no_padding()

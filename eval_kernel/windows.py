@@ -140,7 +140,7 @@ class WindowRule:
     def _strided(self, length: int) -> Iterator[Window]:
         """Windows of ``context`` every ``stride``; each scores what no earlier one held, if it can see before it.
 
-        With ``first`` the prefix is token 0 of the stream that is cut, as the recipe does with a tokenizer that adds BOS.
+        With ``first`` the prefix is token 0 of the stream that is cut, as in the recipe when the tokenizer adds BOS.
         """
         assert self.stride is not None
         n, previous = self.context, 0

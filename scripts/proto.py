@@ -1,4 +1,4 @@
-"""Generate the protobuf and gRPC modules with their stubs beside the .proto files; `--check` compares instead of writing."""
+"""Generate the protobuf and gRPC modules with their stubs beside the .proto files; `--check` only compares."""
 
 from __future__ import annotations
 

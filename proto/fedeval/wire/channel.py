@@ -1,4 +1,4 @@
-"""Channel and server settings, in one table used by both sides, so that they cannot disagree (grpc "too many pings")."""
+"""Channel and server settings, in one table used by both sides: they cannot disagree (grpc "too many pings")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages to data classes and back. Whatever cannot be a valid data class is refused here, before anything is stored."""
+"""Messages to data classes and back. What cannot be a valid data class is refused here, before anything is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSu
 from eval_kernel.plan import Manifest, ShardPlan
 from fedeval.v1 import agents_pb2, evaluation_pb2
 
-#: Rows a partial may carry: MAX_ROWS whole documents, the lump, and two split documents at its ends leave room to spare.
+#: Rows a partial may carry: MAX_ROWS whole documents, the lump and two split documents at its ends leave room to spare.
 MAX_PARTIAL_ROWS = 4096
 
 
