@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -24,6 +23,7 @@ from pydantic import (
 from eval_kernel.errors import SpecError
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
 from eval_kernel.windows import Bos, Policy, WindowRule
+from eval_kernel.yamlfile import read_yaml
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
 
@@ -110,10 +110,9 @@ class WindowSpec(_Section):
     def _check(self) -> WindowSpec:
         if self.policy == "rolling" and self.join is not None:
             raise ValueError("join has no meaning for the policy rolling: it scores each document by itself")
-        if self.context != "model":
-            if self.context < 2:
-                raise ValueError(f"context is {self.context}; it must be at least 2 tokens")
-            self.rule(self.context, Bos.NONE if self.bos == "auto" else Bos(self.bos))
+        # What only the model can tell is checked again at planning; a context beyond any stride stands in for it.
+        context = max(self.stride or 0, 3) + 1 if self.context == "model" else self.context
+        self.rule(context, Bos.NONE if self.bos == "auto" else Bos(self.bos))
         return self
 
     def rule(self, context: int, bos: Bos) -> WindowRule:
@@ -139,6 +138,10 @@ def _shorthand(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
+def _sources_shorthand(value: Any) -> Any:
+    return {"source": value} if isinstance(value, (str, list)) else value
+
+
 def _policy_shorthand(value: Any) -> Any:
     return {"policy": value} if isinstance(value, str) else value
 
@@ -148,7 +151,7 @@ class JobSpec(_Section):
 
     name: Name | None = Field(None, description="A label for people")
     model: Annotated[ModelSpec, BeforeValidator(_shorthand)]
-    dataset: Annotated[DatasetSpec, BeforeValidator(_shorthand)]
+    dataset: Annotated[DatasetSpec, BeforeValidator(_sources_shorthand)]
     window: Annotated[WindowSpec, BeforeValidator(_policy_shorthand)] = WindowSpec()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="Weights and compute; auto is the checkpoint's own (GGUF: fp32)"
@@ -165,7 +168,7 @@ class JobSpec(_Section):
         """Parse ``canonical``'s text; raises ``SpecError``."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecError(f"the job specification is not JSON: {error}") from None
         return parse_spec(data, where="job")
 
@@ -177,38 +180,38 @@ def parse_spec(data: Any, where: str) -> JobSpec:
             f"{where}: expected a mapping with the keys {', '.join(JobSpec.model_fields)}; got {_kind(data)}"
         )
     try:
+        text = json.dumps(data, ensure_ascii=False, default=_refuse)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecError(f"{where}: a value holds {error.object[error.start]!r}, which is no character") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: {error}; a job is made of mappings, lists, strings, numbers and booleans") from None
+    try:
         # JSON mode: strict about types, but lists may stand for tuples.
-        return JobSpec.model_validate_json(json.dumps(data))
+        return JobSpec.model_validate_json(text)
     except ValidationError as error:
         raise SpecError(f"{where}: " + "; ".join(_explain(e) for e in _unique(error))) from None
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"{where}: {error}") from None
 
 
 def load_spec(path: Path) -> JobSpec:
     """Read a YAML job file. Relative local paths in it are taken relative to the file. Raises ``SpecError``."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise SpecError(f"{path}: cannot read the job file ({error.strerror}); give the path of a YAML file") from None
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{path}: the job file is not UTF-8 at byte {error.start}") from None
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise SpecError(f"{path}: {line}not valid YAML ({getattr(error, 'problem', error)})") from None
+    data = read_yaml(path, "job file", SpecError)
     return absolute(parse_spec(data, where=str(path)), path.resolve().parent)
 
 
 def absolute(spec: JobSpec, base: Path) -> JobSpec:
-    """Return ``spec`` with its local paths made absolute relative to ``base``; ids and schemes stay as they are."""
+    """Return ``spec`` with its local paths made absolute relative to ``base``; ids and schemes stay.
+
+    Raises ``SpecError`` for a home directory that does not exist.
+    """
 
     def fix(source: str) -> str:
         if is_remote(source):
             return source
-        return str((base / Path(source).expanduser()).absolute())
+        try:
+            return str((base / Path(source).expanduser()).absolute())
+        except RuntimeError:
+            raise SpecError(f"{source!r}: no such user's home directory; write the path in full") from None
 
     model = spec.model.model_copy(
         update={
@@ -228,16 +231,24 @@ def is_remote(source: str) -> bool:
 # ---------------------------------------------------------------- messages
 
 
-def _unique(error: ValidationError) -> list[Any]:
-    """One entry per key: a union reports every branch that failed, which says nothing to a user."""
-    seen: dict[tuple[Any, ...], Any] = {}
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{_short(value)} ({type(value).__name__}) cannot stand in a job")
+
+
+def _unique(error: ValidationError) -> list[dict[str, Any]]:
+    """One entry per key: a union reports every branch that failed, which are put together here."""
+    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
     for e in error.errors(include_url=False):
-        loc = tuple(p for p in e["loc"] if not (isinstance(p, str) and ("[" in p or p in ("int", "constrained-str"))))
-        seen.setdefault(loc, {**e, "loc": loc})
+        loc = tuple(p for p in e["loc"] if not (isinstance(p, str) and ("[" in p or p == "int")))
+        if loc in seen:
+            seen[loc]["msg"] += " or " + e["msg"].removeprefix("Input should be ")
+        else:
+            seen[loc] = {**e, "loc": loc}
     return list(seen.values())
 
 
 def _explain(e: dict[str, Any]) -> str:
+    """One failure as a line that names the key, the value, and what is allowed."""
     key = ".".join(str(p) for p in e["loc"]) or "job"
     if e["type"] == "extra_forbidden":
         known = _keys_at(e["loc"][:-1])
@@ -246,12 +257,20 @@ def _explain(e: dict[str, Any]) -> str:
         return f"unknown key {key!r}; {hint}"
     if e["type"] == "missing":
         return f"the key {key!r} is required"
-    message = (
-        e["msg"].removeprefix("Value error, ").replace("valid dictionary", "mapping").replace("an object", "a mapping")
-    )
+    message = e["msg"].removeprefix("Value error, ")
     if e["type"] == "value_error":
-        return f"{key}: {message}"
-    return f"{key} is {_short(e['input'])}: {message[:1].lower()}{message[1:]}"
+        # A section's own check begins with the name of the key it is about.
+        return f"{key}.{message}" if message.split(maxsplit=1)[0] in _keys_at(e["loc"]) else f"{key}: {message}"
+    if e["type"] == "model_type":
+        short = {"model": "its source or ", "dataset": "its source or ", "window": "a policy or "}.get(key, "")
+        allowed = f"write {short}a mapping with the keys {', '.join(_keys_at(e['loc']))}"
+    elif e["type"] == "string_pattern_mismatch":
+        allowed = "it must be one line without control characters"
+    elif e["type"] == "too_short":
+        return f"{key} is empty: give at least one"
+    else:
+        allowed = message[:1].lower() + message[1:]
+    return f"{key} is {_short(e['input'])}: {allowed}"
 
 
 def _keys_at(loc: tuple[Any, ...]) -> list[str]:

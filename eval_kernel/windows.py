@@ -82,22 +82,24 @@ class WindowRule:
     def __post_init__(self) -> None:
         """Check the parameters against the policy."""
         if self.context < 2:
-            raise ValueError(f"context must be at least 2 tokens, not {self.context}")
+            raise ValueError(f"context is {self.context}: it must be at least 2 tokens")
         if self.stride is not None:
             if self.policy not in (Policy.STRIDED, Policy.HALF):
-                raise ValueError(f"stride has no meaning for the policy {self.policy.value}")
+                raise ValueError(f"stride has no meaning for the policy {self.policy.value}: remove it")
             if not 1 <= self.stride <= self.context:
-                raise ValueError(f"stride must be between 1 and context ({self.context}), not {self.stride}")
+                raise ValueError(f"stride is {self.stride}: it must be between 1 and context ({self.context})")
             if self.bos is Bos.EVERY_WINDOW and self.policy is Policy.STRIDED and self.stride == self.context:
                 raise ValueError(
-                    f"with bos every_window a stride of {self.context} would skip tokens: use {self.context - 1}"
+                    f"stride is {self.stride}: bos every_window would make it skip tokens; use at most {self.context - 1}"
                 )
         elif self.policy is Policy.STRIDED:
-            raise ValueError("the policy strided needs a stride")
+            raise ValueError("stride is missing: the policy strided needs one, between 1 and context")
         if self.drop_remainder and self.policy is not Policy.CONCAT:
-            raise ValueError(f"drop_remainder has no meaning for the policy {self.policy.value}")
+            raise ValueError(f"drop_remainder has no meaning for the policy {self.policy.value}: remove it")
+        if self.policy is Policy.HALF and self.stride is None and self.context < 3:
+            raise ValueError(f"context is {self.context}: the policy half scores nothing below 3 tokens")
         if self.policy is Policy.HALF and self.bos is Bos.FIRST:
-            raise ValueError("the policy half takes bos every_window or none: its windows stand alone")
+            raise ValueError("bos is first: the policy half takes every_window or none, for its windows stand alone")
 
     def windows(self, length: int) -> Iterator[Window]:
         """Yield the windows of a stream of ``length`` tokens, in order; none where nothing can be scored."""
