@@ -90,7 +90,7 @@ class WindowRule:
                 raise ValueError(f"stride is {self.stride}: it must be between 1 and context ({self.context})")
             if self.bos is Bos.EVERY_WINDOW and self.policy is Policy.STRIDED and self.stride == self.context:
                 raise ValueError(
-                    f"stride is {self.stride}: bos every_window would make it skip tokens; use at most {self.context - 1}"
+                    f"stride is {self.stride}: bos every_window would skip tokens; use at most {self.context - 1}"
                 )
         elif self.policy is Policy.STRIDED:
             raise ValueError("stride is missing: the policy strided needs one, between 1 and context")
