@@ -64,9 +64,7 @@ class JobPlanned(Fact):
     @classmethod
     def from_json(cls, job: str, data: Mapping[str, Any]) -> Self:
         """Build from ``to_json``'s dict."""
-        plan = Plan(
-            Manifest.from_json(data["manifest"]), tuple(ShardPlan.from_row(row) for row in data["shards"])
-        )
+        plan = Plan(Manifest.from_json(data["manifest"]), tuple(ShardPlan.from_row(row) for row in data["shards"]))
         return cls(job, data["agent"], plan, data["at"])
 
 

@@ -71,6 +71,7 @@ class JobView:
     submitted_at: float  # seconds, on the clock the scheduler was given as `now`
     settled_at: float | None
     manifest: Manifest | None  # None until planned
+    plan_digest: str | None
     planned_by: str | None
     tally: Tally
     shards: int
@@ -80,13 +81,12 @@ class JobView:
     input_tokens: int
     input_tokens_done: int
     scored_tokens_done: int
-    missing: tuple[
-        Missing, ...
-    ]  # quarantined ones while the job runs; all without a partial once it is settled
+    quarantined: tuple[Missing, ...]  # what else has no partial: Scheduler.missing
     nodes: tuple[NodeProgress, ...]
     tokens_per_second: float  # input tokens, all nodes that work on it now
     accepted: int
     duplicates: int  # equal partials that arrived again since the coordinator started
+    refused: int  # partials that broke a rule, since the coordinator started
     divergents: tuple[ShardDiverged, ...]
     failures: int  # of shards and of planning
     expiries: int

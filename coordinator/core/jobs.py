@@ -1,0 +1,257 @@
+"""One job: what its facts come to (durable), and who works on it (soft). Decides nothing; that is the scheduler's.
+
+``apply`` is the only way durable state changes, while running and in replay alike, so both come to the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.core import facts as f
+from coordinator.core.nodes import Lease
+from coordinator.core.states import (
+    JOB_TABLE,
+    SHARD_TABLE,
+    JobEvent,
+    JobState,
+    ShardEvent,
+    ShardState,
+    advance,
+)
+from coordinator.core.views import Commit, Failure
+from eval_kernel.errors import IllegalTransition
+from eval_kernel.partial import Partial
+from eval_kernel.plan import Plan, ShardPlan, digest_json
+from eval_kernel.tally import Tally
+
+
+class Shard:
+    """One shard: its state, its tries by kind, and its lease if someone holds one."""
+
+    __slots__ = ("expiries", "failed_on", "failure", "failures", "granted", "lease", "plan", "state")
+
+    def __init__(self, plan: ShardPlan) -> None:
+        """Begin as WAITING."""
+        self.plan = plan
+        self.state = ShardState.WAITING
+        self.failures = 0
+        self.expiries = 0
+        self.failure: Failure | None = None  # the last failure or expiry
+        self.failed_on: frozenset[str] = frozenset()
+        # Soft: who holds the lease, and who was given one and has not failed since.
+        self.lease: Lease | None = None
+        self.granted: frozenset[str] = frozenset()
+
+
+class Job:
+    """One job. States move by ``JOB_TABLE`` and ``SHARD_TABLE`` only."""
+
+    def __init__(self, fact: f.JobSubmitted, number: int) -> None:
+        """Begin as PLANNING; ``number`` orders jobs by age."""
+        self.submitted = fact
+        self.number = number
+        self.state = JobState.PLANNING
+        self.failure: Failure | None = None
+        self.settled_at: float | None = None
+        self.plan: Plan | None = None
+        self.plan_digest = ""
+        self.planned_by: str | None = None
+        self.plan_failures = 0
+        self.plan_expiries = 0
+        self.plan_failure: Failure | None = None  # the last one
+        self.shard_failures = 0
+        self.shard_expiries = 0
+        self.shards: list[Shard] = []
+        self.counts = dict.fromkeys(ShardState, 0)
+        self.tally = Tally()
+        self.commits: dict[int, Commit] = {}
+        self.input_tokens_done = 0
+        self.done_by: dict[str, tuple[int, int]] = {}  # agent -> shards, input tokens
+        self.divergents: list[f.ShardDiverged] = []
+        self.divergent_values: set[tuple[int, str, str]] = set()  # shard, agent, digest
+        # Soft.
+        self.plan_lease: Lease | None = None
+        self.plan_granted: set[str] = set()
+        self.duplicates = 0
+        self.refused = 0
+        self.changed = 1
+        # Indices of WAITING shards as a heap; others may linger in it and are skipped when they surface.
+        self._waiting: list[int] = []
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+        return self.submitted.job
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing more will happen to the job."""
+        return self.state.settled
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every shard is committed or quarantined."""
+        return not self.counts[ShardState.WAITING] and not self.counts[ShardState.SCORING]
+
+    # ------------------------------------------------------------ durable
+
+    def apply(self, fact: f.Fact) -> None:
+        """Make a fact true. ``IllegalTransition``, ``IndexError`` or ``ValueError``: it cannot follow."""
+        if self.settled and not isinstance(fact, f.ShardDiverged):
+            raise IllegalTransition(f"job {self.id} is {self.state.name}: {fact.kind} cannot follow")
+        match fact:
+            case f.JobPlanned():
+                self._advance(JobEvent.PLAN)
+                self.plan, self.plan_digest, self.planned_by = fact.plan, fact.plan.digest, fact.agent
+                self.shards = [Shard(plan) for plan in fact.plan.shards]
+                self.counts[ShardState.WAITING] = len(self.shards)
+                self._waiting = list(range(len(self.shards)))
+            case f.ShardCommitted():
+                self._commit(fact)
+            case f.ShardDiverged():
+                self.divergents.append(fact)
+                self.divergent_values.add((fact.shard, fact.agent, partial_digest(fact.scored.partial)))
+            case f.ShardFailed():
+                shard = self.shards[fact.shard]
+                if fact.gives_up:
+                    self._move(shard, ShardEvent.GIVE_UP)
+                shard.failures += 1
+                self.shard_failures += 1
+                shard.failed_on |= {fact.agent}
+                shard.failure = Failure(fact.code, f"agent {fact.agent}: {fact.message}")
+            case f.ShardExpired():
+                shard = self.shards[fact.shard]
+                if fact.gives_up:
+                    self._move(shard, ShardEvent.GIVE_UP)
+                shard.expiries += 1
+                self.shard_expiries += 1
+                shard.failure = Failure("SHARD_FAILED", f"agent {fact.agent} fell silent while it ran the shard")
+            case f.PlanFailed():
+                self.plan_failures += 1
+                self.plan_failure = Failure(fact.code, f"agent {fact.agent}: {fact.message}")
+            case f.PlanExpired():
+                self.plan_expiries += 1
+                self.plan_failure = Failure("SHARD_FAILED", f"agent {fact.agent} fell silent while it planned the job")
+            case f.JobFailed():
+                self._advance(JobEvent.FAIL)
+                self.failure, self.settled_at = Failure(fact.code, fact.message), fact.at
+            case f.JobCancelled():
+                self._advance(JobEvent.CANCEL)
+                self.failure, self.settled_at = Failure("CANCELLED", fact.reason), fact.at
+            case _:
+                raise ValueError(f"{type(fact).__name__} is no fact of a job that exists")
+        self.changed += 1
+
+    def _commit(self, fact: f.ShardCommitted) -> None:
+        partial, shard = fact.scored.partial, self.shards[fact.shard]
+        self.tally.add(partial)  # refuses a second commit before anything is changed
+        self._move(shard, ShardEvent.COMMIT)
+        self.commits[partial.shard] = Commit(
+            partial.shard, fact.agent, partial.steps, partial.tokens, fact.scored.execution, partial_digest(partial)
+        )
+        self.input_tokens_done += shard.plan.input_tokens
+        shards, tokens = self.done_by.get(fact.agent, (0, 0))
+        self.done_by[fact.agent] = shards + 1, tokens + shard.plan.input_tokens
+        shard.granted = frozenset()
+        if len(self.commits) == len(self.shards):
+            self._advance(JobEvent.COMPLETE)
+            self.settled_at = fact.at
+
+    def durable(self) -> dict[str, Any]:
+        """Return what facts came to, and nothing soft, as a canonical JSON-ready dict: equal after every restart."""
+        return {
+            "submitted": self.submitted.to_json(),
+            "state": self.state.name,
+            "failure": _failure_json(self.failure),
+            "settled_at": self.settled_at,
+            "plan": [self.plan_digest, self.planned_by, self.plan_failures, self.plan_expiries],
+            "plan_failure": _failure_json(self.plan_failure),
+            "shards": [
+                [
+                    # A lease is soft: a shard that someone holds is, to a restart, one that waits.
+                    "WAITING" if shard.state is ShardState.SCORING else shard.state.name,
+                    shard.failures,
+                    shard.expiries,
+                    sorted(shard.failed_on),
+                    _failure_json(shard.failure),
+                ]
+                for shard in self.shards
+            ],
+            "tally": self.tally.digest(),
+            "commits": [[c.shard, c.agent, c.digest, c.execution.to_json()] for _, c in sorted(self.commits.items())],
+            "done": [self.input_tokens_done, sorted(self.done_by.items())],
+            "divergents": [[d.agent, d.to_json()] for d in self.divergents],
+        }
+
+    # ------------------------------------------------------------ soft
+
+    def lease_shard(self, shard: Shard, lease: Lease) -> None:
+        """Give a WAITING shard to the lease's agent."""
+        self._move(shard, ShardEvent.LEASE)
+        shard.lease = lease
+        shard.granted |= {lease.agent}
+        self.changed += 1
+
+    def return_shard(self, shard: Shard) -> None:
+        """Take a SCORING shard back, to be given out again."""
+        self._move(shard, ShardEvent.RETURN)
+        shard.lease = None
+        heapq.heappush(self._waiting, shard.plan.index)
+        self.changed += 1
+
+    def take(self, count: int, tokens: float, avoid: Callable[[Shard], bool]) -> list[Shard]:
+        """Remove the first WAITING shards from the queue: at most ``count``, about ``tokens`` input tokens, at least 1.
+
+        Shards for which ``avoid`` is true stay in the queue.
+        """
+        taken: list[Shard] = []
+        kept: list[int] = []
+        total = 0
+        while self._waiting and len(taken) < count:
+            index = heapq.heappop(self._waiting)
+            shard = self.shards[index]
+            if shard.state is not ShardState.WAITING:
+                continue
+            total += shard.plan.input_tokens
+            if avoid(shard):
+                kept.append(index)
+                total -= shard.plan.input_tokens
+            elif taken and total > tokens:
+                kept.append(index)
+                break
+            else:
+                taken.append(shard)
+        for index in kept:
+            heapq.heappush(self._waiting, index)
+        return taken
+
+    def queued(self) -> set[int]:
+        """Indices of the WAITING shards that the queue holds; for ``check``."""
+        return {i for i in self._waiting if self.shards[i].state is ShardState.WAITING}
+
+    def adopt(self, shard: Shard) -> None:
+        """Remove one WAITING shard from the queue, whatever its place in it."""
+        self._waiting.remove(shard.plan.index)
+        heapq.heapify(self._waiting)
+
+    # ------------------------------------------------------------ transitions
+
+    def _advance(self, event: JobEvent) -> None:
+        self.state = advance(JOB_TABLE, self.state, event)
+
+    def _move(self, shard: Shard, event: ShardEvent) -> None:
+        state = advance(SHARD_TABLE, shard.state, event)
+        self.counts[shard.state] -= 1
+        self.counts[state] += 1
+        shard.state = state
+
+
+def partial_digest(partial: Partial) -> str:
+    """Return the digest of a partial: two partials of a shard are equal exactly when theirs are."""
+    return digest_json(partial.to_json())
+
+
+def _failure_json(failure: Failure | None) -> list[str] | None:
+    return None if failure is None else [failure.code, failure.message]
