@@ -1,0 +1,122 @@
+"""What `eval-agent` was told: checked at birth, frozen ever after. Touches no disk and opens no port."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from fedeval.wire.channel import is_loopback
+
+from eval_kernel.errors import ConfigError
+
+#: Where the coordinator is looked for unless told otherwise, and the environment variable that tells.
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
+#: The worker's engine: import path and class.
+DEFAULT_ENGINE = "eval_kernel.engine:Engine"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps")
+
+
+class Role(Enum):
+    """What an agent may be asked to do."""
+
+    FORWARD = "forward"
+    PREPROCESS = "preprocess"
+    AGGREGATE = "aggregate"
+
+
+def usable_cpus() -> int:
+    """Return the number of processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_state(name: str | None) -> Path:
+    """Return the XDG state home's directory for an agent; each named agent has its own."""
+    base = os.environ.get("XDG_STATE_HOME")
+    root = (Path(base) if base else Path.home() / ".local" / "state") / "fedeval"
+    return root / ("agent" if name is None else f"agent-{name}")
+
+
+def default_cache() -> Path:
+    """Return the XDG cache home's ``fedeval`` directory."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedeval"
+
+
+def default_roots() -> tuple[Path, ...]:
+    """Return the directories jobs may read from unless told otherwise: the home and the working directory."""
+    return tuple(dict.fromkeys((Path.home(), Path.cwd())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """How one agent runs. Raises ``ConfigError`` for what makes no sense.
+
+    ``state`` holds the spool, the name and the lock, and belongs to one agent; ``cache`` may be shared.
+    ``name`` is ``None`` for "host name and a few random characters, kept in the state directory".
+    """
+
+    coordinator: str = DEFAULT_ADDRESS
+    name: str | None = None
+    site: str = "default"
+    roles: tuple[Role, ...] = (Role.FORWARD, Role.PREPROCESS)
+    state: Path = field(default_factory=lambda: default_state(None))
+    cache: Path = field(default_factory=default_cache)
+    roots: tuple[Path, ...] = field(default_factory=default_roots)
+    device: str = "auto"
+    threads: int = field(default_factory=usable_cpus)
+    hang_seconds: float = 300.0  # silence of a busy worker after which it counts as hung
+    drain_seconds: float = 30.0  # what the running shard gets to end when the agent is asked to stop
+    give_up_after: float | None = None  # seconds without an answer from the coordinator; None: knock for ever
+    engine: str = DEFAULT_ENGINE
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _check_address(self.coordinator)
+        for what, value in (("name", self.name), ("site", self.site)):
+            if value is not None and not _NAME.fullmatch(value):
+                raise ConfigError(
+                    f"the {what} {value!r} is not allowed; use 1 to 100 letters, digits, '.', '_' or '-', "
+                    f"beginning with a letter or digit"
+                )
+        if not self.roles:
+            raise ConfigError(f"an agent needs a role; allowed: {', '.join(role.value for role in Role)}")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"the device {self.device!r} is unknown; allowed: auto, cpu, cuda, cuda:N, mps")
+        if not 1 <= self.threads <= 4096:
+            raise ConfigError(f"threads is {self.threads}; allowed: 1 to 4096")
+        for option, seconds in (
+            ("hang-seconds", self.hang_seconds),
+            ("drain-seconds", self.drain_seconds),
+            ("give-up-after", self.give_up_after),
+        ):
+            if seconds is not None and not 0 < seconds <= 86_400 * 30:
+                raise ConfigError(f"{option} is {seconds}; it must be above 0 and at most 30 days")
+        module, colon, name = self.engine.partition(":")
+        if not colon or not all(part.isidentifier() for part in [*module.split("."), name]):
+            raise ConfigError(f"the engine {self.engine!r} is not MODULE:CLASS; the default is {DEFAULT_ENGINE}")
+        for what, path in (("state", self.state), ("cache", self.cache)):
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"the {what} directory {path} is a file; name a directory with --{what}")
+
+
+def _check_address(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host.strip("[]") or not port.isascii() or not port.isdigit():
+        raise ConfigError(
+            f"the coordinator's address {address!r} is not HOST:PORT; write for example {DEFAULT_ADDRESS}"
+        )
+    if not 1 <= int(port) <= 65535:
+        raise ConfigError(f"the port of {address!r} is outside 1 to 65535")
+    if not is_loopback(address):
+        raise ConfigError(
+            f"{address} is not a loopback address: connecting beyond this machine needs mutual TLS, which "
+            f"this version does not offer yet; use 127.0.0.1:{port}"
+        )

@@ -1,0 +1,26 @@
+"""Waiting for processes and conditions, with a deadline instead of a sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Return as soon as ``condition()`` is true; raise ``TimeoutError`` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds} s: {condition}")
+        await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
