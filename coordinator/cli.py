@@ -1,0 +1,93 @@
+"""`eval-coordinator`: the commands of commands/ put together, and errors turned into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import typer
+
+from coordinator.commands.check import check
+from coordinator.commands.demo import demo
+from coordinator.commands.jobs import cancel, jobs, submit, wait, watch
+from coordinator.commands.nodes import nodes
+from coordinator.commands.report import report
+from coordinator.commands.serve import serve
+from eval_kernel import __version__
+from eval_kernel.errors import FedevalError
+
+PROGRAM = "eval-coordinator"
+#: Exit codes of the shell's tradition: ended by SIGINT, by SIGPIPE.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+# The usage error of click, or of the copy of it that newer versions of typer carry.
+_ClickException = cast(type[Exception], typer.BadParameter.__mro__[2])
+
+
+def application() -> typer.Typer:
+    """Return the command-line application."""
+    app = typer.Typer(
+        name=PROGRAM,
+        help="Exact evaluation of language models over many machines: the coordinator and its clients.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    @app.callback()
+    def version(
+        show: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_version),
+    ) -> None:
+        """Exact evaluation of language models over many machines: the coordinator and its clients."""
+
+    for command in (serve, submit, watch, wait, jobs, nodes, report, cancel, check, demo):
+        app.command()(command)
+    return app
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; an error is one line on standard error."""
+    try:
+        result = application()(arguments, prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except FedevalError as error:
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has gone; the interpreter's last flush must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except _ClickException as error:
+        return _usage(error)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(run())
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+def _usage(error: Exception) -> int:
+    """Report a wrong command line; nothing to say where the help was printed instead."""
+    text = " ".join(str(getattr(error, "message", error)).split())
+    context = getattr(error, "ctx", None)
+    where = f"; see {context.command_path} --help" if context is not None else ""
+    if text:
+        _fail(f"{text[:1].lower()}{text[1:].rstrip('.')}{where}", 2)
+    return 2
+
+
+def _fail(text: str, code: int) -> int:
+    typer.echo(f"{PROGRAM}: error: {text}", err=True)
+    return code

@@ -1,0 +1,62 @@
+"""What the client commands share: their common options, calling the coordinator, printing. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.client import Client
+from coordinator.config import ADDRESS_VARIABLE, DEFAULT_ADDRESS
+
+_T = TypeVar("_T")
+
+Address = Annotated[
+    str,
+    typer.Option("--coordinator", envvar=ADDRESS_VARIABLE, metavar="HOST:PORT", help="Where the coordinator listens."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or an unambiguous beginning of it.")]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+
+ADDRESS = DEFAULT_ADDRESS
+
+
+def call(address: str, action: Callable[[Client], Awaitable[_T]]) -> _T:
+    """Run ``action`` on a client of the coordinator at ``address``, in an event loop of its own."""
+
+    async def main() -> _T:
+        async with Client(address) as client:
+            return await action(client)
+
+    return asyncio.run(main())
+
+
+def console() -> Console:
+    """Return the console of standard output."""
+    return Console(file=sys.stdout)
+
+
+def say(text: str) -> None:
+    """Print text as it is."""
+    typer.echo(text)
+
+
+def print_json(value: Any) -> None:
+    """Print a JSON text, indented, keys in the given order."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def table(*titles: str, right: tuple[str, ...] = ()) -> Table:
+    """Return an empty table without a box, with the titles in ``right`` aligned to the right."""
+    result = Table(box=None, pad_edge=False, header_style="dim")
+    for title in titles:
+        result.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    return result

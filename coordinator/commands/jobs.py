@@ -1,0 +1,136 @@
+"""Commands about jobs: submit, watch, wait, jobs, cancel. The report has its own module."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from coordinator.client import Client
+from coordinator.commands.common import ADDRESS, Address, AsJson, Job, JobFile, call, console, print_json, say, table
+from coordinator.commands.report import conclude
+from coordinator.live import LiveView, duration, estimate, line, plain
+from coordinator.status import JobStatus, Submitted
+from eval_kernel.errors import TimedOut
+from eval_kernel.spec import load_spec
+
+
+def submit(
+    job_file: JobFile,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Your own key: the same key and file again give the same job, not a second one."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the progress until the job is settled.")] = False,
+    as_json: AsJson = False,
+    address: Address = ADDRESS,
+) -> None:
+    """Submit a job and print its id; with --watch, follow it and exit as `wait` does."""
+    spec = load_spec(job_file)
+
+    async def action(client: Client) -> Submitted:
+        return await client.submit(spec, key)
+
+    made = call(address, action)
+    if as_json:
+        print_json({**made.status.to_json(), "existed": made.existed})
+    else:
+        say(made.status.job)
+    if watch:
+        raise typer.Exit(call(address, lambda client: _watch(client, made.status.job, as_json)))
+
+
+def watch(job: Job, as_json: AsJson = False, address: Address = ADDRESS) -> None:
+    """Show a job's progress until it is settled; exits as `wait` does. With --json, one JSON text per change."""
+    raise typer.Exit(call(address, lambda client: _watch(client, job, as_json)))
+
+
+def wait(
+    job: Job,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Give up after so long; the job goes on.")
+    ] = None,
+    as_json: AsJson = False,
+    address: Address = ADDRESS,
+) -> None:
+    """Wait for a job: 0 succeeded; 1 failed, cancelled or incomplete; 2 refused or unreachable; 3 timeout."""
+
+    async def action(client: Client) -> tuple[JobStatus, int]:
+        async with asyncio.timeout(timeout):
+            status = await client.settled(job)
+        return status, await conclude(client, status)
+
+    try:
+        status, code = call(address, action)
+    except TimeoutError:
+        raise TimedOut(f"job {job} is not settled after {timeout:g} seconds; it goes on") from None
+    if as_json:
+        print_json(status.to_json())
+    else:
+        say(line(status))
+    raise typer.Exit(code)
+
+
+def jobs(
+    explain: Annotated[bool, typer.Option("--explain", help="Say why each job waits or failed.")] = False,
+    as_json: AsJson = False,
+    address: Address = ADDRESS,
+) -> None:
+    """List the jobs, newest first."""
+    listed = call(address, lambda client: client.jobs())
+    if as_json:
+        print_json([status.to_json() for status in listed])
+        return
+    if not listed:
+        say("no jobs")
+        return
+    rows = table("job", "name", "state", "shards", "result so far", "age", right=("shards", "age"))
+    for status in listed:
+        shards = f"{status.shards_done}/{status.shards}" if status.shards else "-"
+        result = estimate(status) if status.bits_per_byte is not None else "-"
+        rows.add_row(
+            status.job, Text(plain(status.name)), status.state.value, shards, result, duration(status.age_seconds)
+        )
+        if explain:
+            for reason in explanation(status):
+                rows.add_row("", Text(plain(reason), style="yellow"))
+    console().print(rows)
+
+
+def explanation(status: JobStatus) -> list[str]:
+    """Return why a job is not finished, or not successfully, one line each."""
+    if status.failure is not None:
+        return [f"{status.failure.code}: {status.failure.message}"]
+    if status.state.settled:
+        return []
+    return list(status.waiting) or ["nothing is in its way"]
+
+
+def cancel(
+    job: Job,
+    reason: Annotated[str, typer.Option(help="Why, for the report.")] = "",
+    as_json: AsJson = False,
+    address: Address = ADDRESS,
+) -> None:
+    """Cancel a job. A settled job stays as it is."""
+    status = call(address, lambda client: client.cancel(job, reason))
+    if as_json:
+        print_json(status.to_json())
+    else:
+        say(line(status))
+
+
+async def _watch(client: Client, job: str, as_json: bool) -> int:
+    async with contextlib.aclosing(client.watch(job)) as statuses:
+        if as_json:
+            status: JobStatus | None = None
+            async for status in statuses:
+                print_json(status.to_json())
+            assert status is not None, "a watch yields the present status first"
+        else:
+            with LiveView(console()) as view:
+                status = await view.follow(statuses)
+    return await conclude(client, status)

@@ -1,0 +1,34 @@
+"""The command that lists the nodes."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from coordinator.commands.common import ADDRESS, Address, AsJson, call, console, print_json, say, table
+from coordinator.live import duration, plain, speed
+
+
+def nodes(as_json: AsJson = False, address: Address = ADDRESS) -> None:
+    """List the nodes known since the coordinator started, and what each does."""
+    listed = call(address, lambda client: client.nodes())
+    if as_json:
+        print_json([node.to_json() for node in listed])
+        return
+    if not listed:
+        say(f"no nodes; start one with: eval-agent run --coordinator {address}")
+        return
+    rows = table(
+        "node", "site", "state", "doing", "held", "done", "tokens/s", "last heard", right=("held", "done", "tokens/s")
+    )
+    for node in listed:
+        rows.add_row(
+            Text(plain(node.node)),
+            Text(plain(node.site)),
+            node.state.value,
+            Text(plain(node.activity) or "-"),
+            str(len(node.held)),
+            str(node.shards_done),
+            speed(node.tokens_per_second),
+            f"{duration(node.silence_seconds)} ago",
+        )
+    console().print(rows)
