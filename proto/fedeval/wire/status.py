@@ -20,6 +20,7 @@ CODES: dict[type[errors.FedevalError], grpc.StatusCode] = {
     errors.JobError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.CallError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.RequestInvalid: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownJob: grpc.StatusCode.NOT_FOUND,
     errors.NotRegistered: grpc.StatusCode.NOT_FOUND,
     errors.JobKeyConflict: grpc.StatusCode.ALREADY_EXISTS,
