@@ -1,0 +1,254 @@
+"""The journal as a SQLite file: WAL, ``synchronous=FULL``, one connection, each row's checksum chained to the last one's.
+
+What SQLite itself does not notice is noticed here: a flipped bit or an exchanged row (checksums), rows that are
+missing at the end because the WAL file was removed or an old copy put in place (the ``head`` note beside it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import struct
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from coordinator.core.facts import Fact
+from coordinator.journal.base import Row, decode, encode
+from coordinator.journal.directory import Directory, from_os
+from eval_kernel.errors import DirectoryUnusable, FedevalError, JournalCorrupt, JournalFull, JournalNewer
+
+FILE = "journal.db"
+#: In the file's header, so that no other program's database is taken for a journal. ASCII "fdev".
+APPLICATION_ID = 0x66646576
+#: What brings a journal of version i to version i + 1; each runs in one transaction. Never changed, only added to.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        "CREATE TABLE fact (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, job TEXT NOT NULL, shard INTEGER, "
+        "body TEXT NOT NULL, checksum BLOB NOT NULL)",
+        # The database's own word that a shard is counted once.
+        "CREATE UNIQUE INDEX one_commit ON fact (job, shard) WHERE kind = 'shard_committed'",
+    ),
+)
+_BACKUP = "restore the data directory from a backup, or start with an empty one"
+
+
+def open_journal(data_dir: Path) -> SqliteJournal:
+    """Open the journal of a data directory, making both if need be.
+
+    Raises ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalNewer``, ``JournalCorrupt``, ``JournalFull``.
+    """
+    directory = Directory(data_dir)
+    try:
+        return SqliteJournal(directory)
+    except BaseException:
+        directory.close()
+        raise
+
+
+class SqliteJournal:
+    """An open journal; see ``base.Journal``. Made by ``open_journal``."""
+
+    def __init__(self, directory: Directory) -> None:
+        """Open or make the file in a locked directory; raises as ``open_journal``."""
+        self._directory = directory
+        self._path = directory.path / FILE
+        try:
+            if not self._path.exists():
+                _make(directory, self._path)
+            _look_at_header(self._path)
+        except OSError as error:
+            raise from_os(error, f"cannot use {self._path}") from None
+        try:
+            self._connection = _connect(self._path)
+            try:
+                _migrate(self._connection, self._path)
+                self._identity = _identity(self._connection, self._path)
+                last = self._connection.execute("SELECT seq, checksum FROM fact ORDER BY seq DESC LIMIT 1").fetchone()
+            except BaseException:
+                self._connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._translated(error) from None
+        self._seed = hashlib.sha256(self._identity.encode()).digest()
+        self._count: int = last[0] if last else 0
+        self._checksum: bytes = last[1] if last else self._seed
+        if self._count < directory.head:
+            self._connection.close()
+            raise JournalCorrupt(
+                f"{self._path} ends at fact {self._count}, but {directory.head} were written: {FILE}-wal was removed or "
+                f"cut short, or an old copy put in place; restore all of {directory.path}, or remove its file 'head' to "
+                "go on without the facts that are missing (their shards are scored again)"
+            )
+
+    @property
+    def identity(self) -> str:
+        """The journal's UUID."""
+        return self._identity
+
+    @property
+    def count(self) -> int:
+        """How many facts are durable."""
+        return self._count
+
+    def facts(self) -> Iterator[Fact]:
+        """Yield every fact in order, its checksum verified. Raises ``JournalCorrupt``, ``JournalNewer``."""
+        expected, previous = 1, self._seed
+        try:
+            rows = self._connection.execute("SELECT seq, kind, job, shard, body, checksum FROM fact ORDER BY seq")
+            for seq, kind, job, shard, body, checksum in rows:
+                if seq != expected:
+                    raise JournalCorrupt(f"{self._path}: row {expected} is missing; {_BACKUP}")
+                row = Row(kind, job, shard, body)
+                previous = _chained(previous, seq, row)
+                if previous != checksum:
+                    raise JournalCorrupt(f"{self._path}: row {seq} fails its checksum; {_BACKUP}")
+                yield decode(row, f"{self._path}: row {seq}")
+                expected += 1
+        except sqlite3.Error as error:
+            raise self._translated(error) from None
+        if expected != self._count + 1:
+            raise JournalCorrupt(f"{self._path}: row {expected} is missing; {_BACKUP}")
+
+    def append(self, facts: Sequence[Fact]) -> None:
+        """Write the facts in one transaction; durable on return. See ``base.Journal.append`` for what is raised."""
+        count, checksum = self._count, self._checksum
+        rows = []
+        for row in map(encode, facts):
+            count += 1
+            checksum = _chained(checksum, count, row)
+            rows.append((count, row.kind, row.job, row.shard, row.body, checksum))
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany("INSERT INTO fact VALUES (?, ?, ?, ?, ?, ?)", rows)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            translated = self._translated(error)
+            try:
+                # SQLite has rolled back by itself after some errors, not after others.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+            except sqlite3.Error as second:
+                raise self._translated(second) from None
+            raise translated from None
+        self._count, self._checksum = count, checksum
+        self._directory.note_head(count)
+
+    def close(self) -> None:
+        """Fold the WAL into the file and unlock the directory; may be repeated."""
+        try:
+            self._connection.close()
+        finally:
+            self._directory.close()
+
+    def _translated(self, error: sqlite3.Error) -> FedevalError:
+        return _translate(error, self._path)
+
+
+def _chained(previous: bytes, seq: int, row: Row) -> bytes:
+    """The checksum of a row: over the one before it and all that the row says."""
+    content = json.dumps([seq, row.kind, row.job, row.body], separators=(",", ":")).encode()
+    return hashlib.sha256(previous + content).digest()
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # One connection in the whole process; the runtime sees to it that one thread uses it at a time.
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    try:
+        for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0", "synchronous=FULL"):
+            connection.execute(f"PRAGMA {pragma}")
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        if mode != "wal":
+            raise DirectoryUnusable(
+                f"the file system of {path} does not bear SQLite's WAL; use a local disk: --data-dir"
+            )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _make(directory: Directory, path: Path) -> None:
+    """Make an empty journal whole under another name, then rename it: a crash never leaves half of one."""
+    new = path.with_name(f"{FILE}.new")
+    for left_over in (new, new.with_name(f"{new.name}-journal")):
+        left_over.unlink(missing_ok=True)
+    connection = sqlite3.connect(new, isolation_level=None)
+    try:
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        _migrate(connection, new)
+        connection.execute("INSERT INTO meta VALUES ('identity', ?)", (str(uuid.uuid4()),))
+    except sqlite3.Error as error:
+        raise _translate(error, path) from None
+    finally:
+        connection.close()
+    new.replace(path)
+    directory.sync()
+
+
+def _look_at_header(path: Path) -> None:
+    """Refuse what is no journal of ours, or a newer one, before SQLite touches the file."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        raise JournalCorrupt(f"{path} is no journal (not a SQLite file, or cut short); {_BACKUP}")
+    (version,) = struct.unpack(">I", header[60:64])
+    (application,) = struct.unpack(">I", header[68:72])
+    if application != APPLICATION_ID:
+        raise JournalCorrupt(f"{path} is a database of another program; {_BACKUP}")
+    _refuse_newer(version, path)
+    # A WAL beside it holds what a crash may have kept from the file: SQLite puts it right.
+    if not path.with_name(f"{FILE}-wal").exists():
+        pages, page_size = struct.unpack(">I", header[28:32])[0], struct.unpack(">H", header[16:18])[0]
+        whole = pages * (65536 if page_size == 1 else page_size)  # 1 stands for 65536
+        size = path.stat().st_size
+        if size < whole:
+            raise JournalCorrupt(f"{path} is cut short: {size} of {whole} bytes; {_BACKUP}")
+
+
+def _refuse_newer(version: int, path: Path) -> None:
+    if version > len(MIGRATIONS):
+        raise JournalNewer(
+            f"{path} has the format {version}, this version reads up to {len(MIGRATIONS)}: it was written by a newer "
+            "version; install that one again, or name another directory with --data-dir"
+        )
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring a journal to the present format, one transaction a version."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    _refuse_newer(version, path)
+    for number in range(version, len(MIGRATIONS)):
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in MIGRATIONS[number]:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version={number + 1}")
+        connection.execute("COMMIT")
+
+
+def _identity(connection: sqlite3.Connection, path: Path) -> str:
+    found = connection.execute("SELECT value FROM meta WHERE name = 'identity'").fetchone()
+    if found is None:
+        raise JournalCorrupt(f"{path} has lost its identity; {_BACKUP}")
+    return str(found[0])
+
+
+def _translate(error: sqlite3.Error, path: Path) -> FedevalError:
+    """Return what an error of SQLite means to the user."""
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = None if code is None else code & 0xFF  # the rest tells variants of it apart
+    if primary == sqlite3.SQLITE_FULL:
+        return JournalFull(f"{path} cannot grow: no space is left; free some on that file system (nothing was written)")
+    if primary == sqlite3.SQLITE_CONSTRAINT:
+        return JournalCorrupt(
+            f"{path} holds a first commit of this shard already ({error}); start the coordinator again"
+        )
+    if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return DirectoryUnusable(
+            f"{path} cannot be read and written ({error}); check the disk and the directory's rights"
+        )
+    if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return DirectoryUnusable(f"{path} is locked by another program ({error}); end it, then start the coordinator")
+    return JournalCorrupt(f"{path} is damaged ({error}); {_BACKUP}")
