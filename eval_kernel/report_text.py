@@ -46,7 +46,7 @@ def interval(metric: dict[str, Any]) -> str:
 
 def all_metrics(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the metrics, partial or not, and the one that exists for comparison with another tool."""
-    metrics = report["metrics" if report["complete"] else "partial_metrics"]
+    metrics: list[dict[str, Any]] = report["metrics" if report["complete"] else "partial_metrics"]
     return metrics + ([report["lm_eval"]] if report["lm_eval"] else [])
 
 
