@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -91,10 +92,11 @@ class Client:
         m = await self._call(self._stub.ListNodes(jobs_pb2.ListNodesRequest(), timeout=self._timeout))
         return [NodeStatus.from_message(node) for node in m.nodes]
 
-    async def report_text(self, job: str) -> str:
-        """Return the JSON text of a job's report as it stands now."""
+    async def report(self, job: str) -> dict[str, Any]:
+        """Return a job's report as it stands now (see ``eval_kernel.report``)."""
         m = await self._call(self._stub.GetReport(jobs_pb2.GetReportRequest(job=job), timeout=30.0))
-        return m.report_json
+        report: dict[str, Any] = json.loads(m.report_json)
+        return report
 
     async def cancel(self, job: str, reason: str = "") -> JobStatus:
         """Cancel a job and return its status; a settled job stays as it is."""
@@ -162,6 +164,14 @@ class _Backoff:
         return True
 
 
-async def _once(address: str, name: str, *args: Any) -> Any:
-    async with Client(address) as client:
-        return await getattr(client, name)(*args)
+def call(address: str, action: Callable[[Client], Awaitable[_T]]) -> _T:
+    """Run ``action`` from synchronous code: ``call(address, lambda client: client.job("ab12"))``.
+
+    Raises what the action raises. The event loop is this call's own: not for use inside one.
+    """
+
+    async def main() -> _T:
+        async with Client(address) as client:
+            return await action(client)
+
+    return asyncio.run(main())

@@ -134,16 +134,18 @@ class Committer:
     async def close(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for what was decided; return whether all of it is durable.
 
-        Facts left over were acknowledged to nobody. The writing thread ends; the journal stays open.
+        Facts left over were acknowledged to nobody.
         """
         try:
             async with asyncio.timeout(timeout):
                 await self.barrier(patient=True)
         except (TimeoutError, Unavailable):
             return False
-        finally:
-            self._thread.shutdown(wait=False)
         return True
+
+    def shutdown(self) -> None:
+        """Let the thread end its write and go; after that the journal may be closed."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _take(self) -> list[Fact]:
         """Return the next batch: whole decisions, about MAX_BATCH facts."""

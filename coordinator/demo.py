@@ -19,7 +19,6 @@ import yaml
 from rich.console import Console
 
 from coordinator.client import Client
-from coordinator.commands.report import fetch
 from coordinator.fleet import Fleet, Process
 from coordinator.live import LiveView, duration
 from coordinator.proof import prove
@@ -121,7 +120,7 @@ class Demo:
                 raise JobIncomplete(
                     f"the demo's job ended without a number: {why}; logs are in {self._fleet.directory}"
                 )
-            return await fetch(client, last.job)
+            return await client.report(last.job)
 
     async def _follow(
         self, client: Client, view: LiveView, job: str, agents: dict[str, Process], address: str
@@ -159,7 +158,7 @@ class Demo:
     def _agent(self, name: str, address: str) -> Process:
         state = self._fleet.directory / name
         command = [sys.executable, "-m", "agent", "run", "--coordinator", address, "--name", name, "--site", "demo"]
-        command += ["--state-dir", str(state), "--cache-dir", str(self._out / "cache"), "--threads", "1"]
+        command += ["--state", str(state), "--cache", str(self._out / "cache"), "--threads", "1"]
         command += ["--root", str(self._model.parent)]
         if self._config.engine is not None:
             command += ["--engine", self._config.engine]

@@ -173,6 +173,10 @@ class Runtime:
         """Write what was decided, as far as the time for that goes; return whether everything is durable."""
         return await self._committer.close(self.timings.drain)
 
+    def shutdown(self) -> None:
+        """Let the journal go, once ``run`` has been cancelled: it may be closed then."""
+        self._committer.shutdown()
+
     def _journal_trouble(self, error: JournalFull | None) -> None:
         if error is None:
             _log.info("journal writable again", facts=self._committer.decided)

@@ -15,7 +15,7 @@ import structlog
 from coordinator.config import ServeConfig
 from coordinator.core.scheduler import Scheduler
 from coordinator.journal import Journal, open_journal
-from coordinator.rpc.server import Server
+from coordinator.rpc.server import Server, probe
 from coordinator.runtime import Runtime
 from eval_kernel.errors import DirectoryUnusable
 
@@ -31,6 +31,7 @@ async def serve(config: ServeConfig, ready: Callable[[str], None] = lambda addre
     Raises ``PortTaken``, ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalNewer``, ``JournalCorrupt``, and
     whatever makes going on impossible later. A second signal ends the process at once, as a crash would.
     """
+    probe(config.listen)
     journal = open_journal(config.data_dir)
     try:
         runtime, server = _prepare(config, journal)
@@ -52,6 +53,8 @@ async def serve(config: ServeConfig, ready: Callable[[str], None] = lambda addre
         finally:
             for task in (running, stopped):
                 task.cancel()
+            await asyncio.wait((running, stopped))
+            runtime.shutdown()
             with contextlib.suppress(FileNotFoundError):
                 address_file.unlink()
     finally:

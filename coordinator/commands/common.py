@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.client import Client
 from coordinator.config import ADDRESS_VARIABLE, DEFAULT_ADDRESS
-
-_T = TypeVar("_T")
 
 Address = Annotated[
     str,
@@ -27,16 +22,6 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or an una
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 
 ADDRESS = DEFAULT_ADDRESS
-
-
-def call(address: str, action: Callable[[Client], Awaitable[_T]]) -> _T:
-    """Run ``action`` on a client of the coordinator at ``address``, in an event loop of its own."""
-
-    async def main() -> _T:
-        async with Client(address) as client:
-            return await action(client)
-
-    return asyncio.run(main())
 
 
 def console() -> Console:

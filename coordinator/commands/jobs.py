@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from coordinator.client import Client
-from coordinator.commands.common import ADDRESS, Address, AsJson, Job, JobFile, call, console, print_json, say, table
+from coordinator.client import Client, call
+from coordinator.commands.common import ADDRESS, Address, AsJson, Job, JobFile, console, print_json, say, table
 from coordinator.commands.report import conclude
 from coordinator.live import LiveView, duration, estimate, line, plain
 from coordinator.status import JobStatus, Submitted
@@ -94,10 +94,11 @@ def jobs(
         rows.add_row(
             status.job, Text(plain(status.name)), status.state.value, shards, result, duration(status.age_seconds)
         )
-        if explain:
-            for reason in explanation(status):
-                rows.add_row("", Text(plain(reason), style="yellow"))
     console().print(rows)
+    if explain:
+        for status in listed:
+            for reason in explanation(status):
+                say(plain(f"{status.label} ({status.job}): {reason}"))
 
 
 def explanation(status: JobStatus) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from coordinator.commands.common import ADDRESS, Address, AsJson, call, console, print_json, say, table
+from coordinator.client import call
+from coordinator.commands.common import ADDRESS, Address, AsJson, console, print_json, say, table
 from coordinator.live import duration, plain, speed
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from coordinator.client import Client
-from coordinator.commands.common import ADDRESS, Address, AsJson, Job, call, print_json, say
+from coordinator.client import Client, call
+from coordinator.commands.common import ADDRESS, Address, AsJson, Job, print_json, say
 from coordinator.report import write_reports
 from coordinator.status import JobState, JobStatus
 from eval_kernel.report import render_text
@@ -24,7 +23,7 @@ def report(
     address: Address = ADDRESS,
 ) -> None:
     """Print a job's report. Exits 1 when it has no number: what is missing is then printed."""
-    fetched = call(address, lambda client: fetch(client, job))
+    fetched = call(address, lambda client: client.report(job))
     paths = None if out is None else write_reports(fetched, out, fetched["name"] or fetched["job"])
     if as_json:
         print_json(fetched)
@@ -36,14 +35,8 @@ def report(
         raise typer.Exit(1)
 
 
-async def fetch(client: Client, job: str) -> dict[str, Any]:
-    """Return a job's report."""
-    value: dict[str, Any] = json.loads(await client.report_text(job))
-    return value
-
-
 async def conclude(client: Client, status: JobStatus) -> int:
     """Return a settled job's exit code: 0 when it has its number, else 1."""
     if status.state is not JobState.SUCCEEDED:
         return 1
-    return 0 if (await fetch(client, status.job))["complete"] else 1
+    return 0 if (await client.report(status.job))["complete"] else 1

@@ -16,24 +16,21 @@ from coordinator.core.scheduler import Scheduler
 from coordinator.core.states import NodeState, Role
 from coordinator.runtime import Runtime, anchored_clock
 from eval_kernel.errors import JournalCorrupt, JournalFull, Unavailable
-from tests.support.memory_journal import MemoryJournal
+from tests.support.faulty_journal import FaultyJournal
+from tests.support.processes import until
 
 TIMINGS = Timings(tick=0.01, barrier=5.0, journal_retry=0.01, watch_interval=0.01, grace=0.1, drain=5.0)
 FULL = JournalFull("the disk is full")
 
 
 def fact(number: int) -> JobSubmitted:
+    """Return a fact of a job of its own."""
     return JobSubmitted(f"job{number}", f"key{number}", "", "{}", 0.0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
 async def running(job: Awaitable[None]) -> AsyncIterator[asyncio.Future[None]]:
+    """Keep a job running while the context lasts."""
     task = asyncio.ensure_future(job)
     try:
         yield task
@@ -45,21 +42,24 @@ async def running(job: Awaitable[None]) -> AsyncIterator[asyncio.Future[None]]:
 
 @asynccontextmanager
 async def runtime(
-    journal: MemoryJournal,
+    journal: FaultyJournal,
     *,
     clock: Callable[[], float] | None = None,
     serving: list[bool] | None = None,
     timings: Timings = TIMINGS,
 ) -> AsyncIterator[Runtime]:
+    """Give a runtime over a fresh scheduler that writes and ticks; it is closed on leaving."""
     heard = [] if serving is None else serving
     made = Runtime(Scheduler(SchedulerConfig()), journal, timings, clock=clock, on_serving=heard.append)
     async with running(made.run()):
         yield made
         journal.gate.set()
         await made.close()
+    made.shutdown()
 
 
 async def submit(made: Runtime, number: int) -> str:
+    """Submit a job of its own and return its id."""
     return (await made.submit(f"job{number}", f"key{number}", "{}", "")).job
 
 
@@ -67,7 +67,7 @@ def test_a_submission_is_answered_only_once_it_is_durable() -> None:
     """Nobody is told of a job while the journal's write of it has not returned."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.gate.clear()
         async with runtime(journal) as made:
             asked = asyncio.create_task(submit(made, 1))
@@ -89,7 +89,7 @@ def test_a_read_waits_for_what_it_shows() -> None:
     """A read that sees a decided job is answered only once that job is durable."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.gate.clear()
         async with runtime(journal) as made:
             asked = asyncio.create_task(submit(made, 1))
@@ -111,7 +111,7 @@ def test_what_is_decided_while_a_write_is_under_way_is_written_together_and_in_o
     """Decisions that pile up behind one write go into the next one, whole and in their order."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.gate.clear()
         committer = Committer(journal, retry_seconds=0.01, barrier_seconds=5)
         async with running(committer.run()):
@@ -125,6 +125,7 @@ def test_what_is_decided_while_a_write_is_under_way_is_written_together_and_in_o
             assert [1, 20] == [len(batch) for batch in journal.batches]
             assert [f"job{n}" for n in range(11)] == list(dict.fromkeys(f.job for f in journal.written))
             assert await committer.close(1.0)
+        committer.shutdown()
 
     asyncio.run(main())
 
@@ -133,7 +134,7 @@ def test_batches_hold_no_more_than_their_bound_and_never_split_a_decision() -> N
     """A batch ends before the decision that would take it beyond the bound; a larger decision goes alone."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.gate.clear()
         committer = Committer(journal, retry_seconds=0.01, barrier_seconds=5)
         async with running(committer.run()):
@@ -147,6 +148,7 @@ def test_batches_hold_no_more_than_their_bound_and_never_split_a_decision() -> N
 
             assert [1, MAX_BATCH - 1, 2, MAX_BATCH + 5] == [len(batch) for batch in journal.batches]
             assert await committer.close(1.0)
+        committer.shutdown()
 
     asyncio.run(main())
 
@@ -155,7 +157,7 @@ def test_a_full_journal_acknowledges_nothing_and_is_tried_again_with_the_same_fa
     """While there is no space the same batch is tried again, in order; when there is, everything goes on by itself."""
 
     async def main() -> None:
-        journal, serving = MemoryJournal(), list[bool]()
+        journal, serving = FaultyJournal(), list[bool]()
         journal.errors = [FULL, FULL, FULL]
         async with runtime(journal, serving=serving) as made:
             first = asyncio.create_task(submit(made, 1))
@@ -178,7 +180,7 @@ def test_a_call_during_want_of_space_ends_with_the_reason() -> None:
     """A caller is not kept longer than the barrier's time, and learns that the disk is full."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.always = FULL
         async with runtime(journal, timings=Timings(tick=0.01, barrier=0.05, journal_retry=0.01, drain=0.05)) as made:
             with pytest.raises(Unavailable, match="the disk is full"):
@@ -197,7 +199,7 @@ def test_any_other_journal_error_ends_the_runtime_and_whoever_waits() -> None:
     """The runtime ends with the journal's error; the caller whose fact was not written is told to come again."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.always = JournalCorrupt("row 7 fails its checksum")
         made = Runtime(Scheduler(SchedulerConfig()), journal, TIMINGS)
         run = asyncio.create_task(made.run())
@@ -211,6 +213,8 @@ def test_any_other_journal_error_ends_the_runtime_and_whoever_waits() -> None:
 
         assert not await made.close()
 
+        made.shutdown()
+
     asyncio.run(main())
 
 
@@ -218,7 +222,7 @@ def test_nothing_more_is_decided_while_too_much_waits_to_be_written() -> None:
     """With the queue at its bound a decision waits, and is refused when that takes too long."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.gate.clear()
         async with runtime(journal, timings=Timings(barrier=0.05, tick=0.01, drain=5.0)) as made:
             made.record(tuple(fact(n) for n in range(MAX_PENDING)), work=False)
@@ -235,7 +239,7 @@ def test_ticks_take_work_from_a_silent_agent_and_wake_whoever_waits_for_it() -> 
     """When the clock passes a lease's end, the node is lost and its work is there for another."""
 
     async def main() -> None:
-        journal, now = MemoryJournal(), [1000.0]
+        journal, now = FaultyJournal(), [1000.0]
         async with runtime(journal, clock=lambda: now[0]) as made:
             await submit(made, 1)
             for name in ("a", "b"):
@@ -259,7 +263,7 @@ def test_stopping_ends_whoever_waits_and_refuses_whoever_comes() -> None:
     """A stopping coordinator says so to long polls, watches and new submissions."""
 
     async def main() -> None:
-        journal, serving = MemoryJournal(), list[bool]()
+        journal, serving = FaultyJournal(), list[bool]()
         async with runtime(journal, serving=serving) as made:
             waiting = [asyncio.create_task(made.work(30)), asyncio.create_task(made.change(30))]
             await asyncio.sleep(0)
@@ -279,13 +283,14 @@ def test_closing_says_whether_everything_was_written() -> None:
     """A journal that stays full until the end leaves facts behind, and the caller is told."""
 
     async def main() -> None:
-        journal = MemoryJournal()
+        journal = FaultyJournal()
         journal.always = FULL
         committer = Committer(journal, retry_seconds=0.01, barrier_seconds=0.05)
         async with running(committer.run()):
             committer.put((fact(1),))
 
             assert not await committer.close(0.05)
+        committer.shutdown()
 
     asyncio.run(main())
 

@@ -1,14 +1,14 @@
-"""A journal in memory that can be made to block, to be full, or to fail: what the runtime's promises are tested with."""
+"""A journal in memory that can be made to block, to be full, or to fail: the runtime's promises are tested with it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from coordinator.core.facts import Fact
 
 
-class MemoryJournal:
+class FaultyJournal:
     """Keeps facts in a list. ``gate`` closed makes writes block; ``errors`` are raised one per write, first to last."""
 
     def __init__(self) -> None:
@@ -19,6 +19,17 @@ class MemoryJournal:
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)  # released once per attempt, before the gate
+
+    @property
+    def identity(self) -> str:
+        return "a faulty journal"
+
+    @property
+    def count(self) -> int:
+        return len(self.written)
+
+    def facts(self) -> Iterator[Fact]:
+        return iter(self.written)
 
     @property
     def written(self) -> list[Fact]:
