@@ -1,6 +1,6 @@
 """The data directory as one process's own: made, locked, and remembered how far its journal had come.
 
-Nothing here knows what a journal holds. The lock is the kernel's (``flock``): it ends with its process, however it ends.
+Nothing here knows what a journal holds. The lock is the kernel's (``flock``): it ends with its process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Directory:
     """A locked directory. ``close`` unlocks it."""
 
     def __init__(self, path: Path) -> None:
-        """Make the directory if need be, lock it. Raises ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalFull``."""
+        """Make it if need be, and lock it. Raises ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalFull``."""
         self.path = path
         self._closed = False
         try:

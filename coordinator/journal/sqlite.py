@@ -1,4 +1,4 @@
-"""The journal as a SQLite file: WAL, ``synchronous=FULL``, one connection, each row's checksum chained to the last one's.
+"""The journal as a SQLite file: WAL, ``synchronous=FULL``, one connection, each row's checksum chained to the last.
 
 What SQLite itself does not notice is noticed here: a flipped bit or an exchanged row (checksums), rows that are
 missing at the end because the WAL file was removed or an old copy put in place (the ``head`` note beside it).
@@ -78,9 +78,9 @@ class SqliteJournal:
         if self._count < directory.head:
             self._connection.close()
             raise JournalCorrupt(
-                f"{self._path} ends at fact {self._count}, but {directory.head} were written: {FILE}-wal was removed or "
-                f"cut short, or an old copy put in place; restore all of {directory.path}, or remove its file 'head' to "
-                "go on without the facts that are missing (their shards are scored again)"
+                f"{self._path} ends at fact {self._count}, but {directory.head} were written: {FILE}-wal was removed "
+                f"or cut short, or an old copy put in place; restore all of {directory.path}, or remove its file "
+                "'head' to go on without the facts that are missing (their shards are scored again)"
             )
 
     @property
