@@ -156,9 +156,9 @@ class Executor:
         self.loaded_job = work.job
         return ScoredShard(Partial.from_json(message["partial"]), Execution.from_json(message["execution"]))
 
-    async def cancel(self) -> None:
-        """Call the running request off: politely first, then by killing the worker."""
-        if not self._running or self._cancelled == self._id:
+    async def cancel(self, patience: float = CANCEL_SECONDS) -> None:
+        """Call the running request off: politely, and after ``patience`` seconds by killing the worker."""
+        if not self._running:
             return
         self._cancelled = called_off = self._id
         process = self._process
@@ -171,7 +171,7 @@ class Executor:
 
         await process.send({"op": "cancel", "id": called_off})
 
-        asyncio.get_running_loop().call_later(CANCEL_SECONDS, insist)
+        asyncio.get_running_loop().call_later(patience, insist)
 
     async def close(self) -> None:
         """End the worker."""

@@ -191,15 +191,14 @@ class Session:
         self._queue.clear()
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is running and every result was acknowledged."""
-        return self.running is None and not self._results
+    def num_results(self) -> int:
+        """Results that were not acknowledged."""
+        return len(self._results)
 
     @property
-    def busy_jobs(self) -> set[str]:
-        """Jobs with work queued or running."""
-        jobs = {work.job for work in self._queue}
-        return jobs | {self.running.job} if self.running else jobs
+    def has_results(self) -> bool:
+        """Whether a result may be sent to, or waits for an answer of, the present coordinator."""
+        return any(r.stored and r.coordinator == self.coordinator for r in self._results)
 
     # ---------------------------------------------------------------- storage
 

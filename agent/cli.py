@@ -1,0 +1,203 @@
+"""The `eval-agent` command: reads options, prints, sets the exit code. Everything else is done elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from agent.check import Finding, findings
+from agent.config import (
+    ADDRESS_VARIABLE,
+    DEFAULT_ADDRESS,
+    DEFAULT_ENGINE,
+    AgentConfig,
+    Role,
+    default_cache,
+    default_roots,
+    default_state,
+    usable_cpus,
+)
+from agent.daemon import Daemon
+from agent.executor import Executor
+from agent.logs import Logger, WorkerLog, make_logger
+from agent.probe import probe as probe_machine
+from agent.spool import StateDirectory
+from eval_kernel.errors import FedevalError
+
+app = typer.Typer(
+    help="Score shards of evaluation jobs for a coordinator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_Coordinator = Annotated[
+    str, typer.Option("--coordinator", "-c", envvar=ADDRESS_VARIABLE, metavar="HOST:PORT", help="The coordinator.")
+]
+_Name = Annotated[str | None, typer.Option(help="This agent's name; default: host name and random, kept.")]
+_State = Annotated[Path | None, typer.Option(help="Spool, name and lock of this agent; default: XDG state home.")]
+_Cache = Annotated[Path | None, typer.Option(help="Downloads and packs; may be shared; default: XDG cache home.")]
+_Root = Annotated[
+    list[Path] | None,
+    typer.Option("--root", help="Directory that jobs may read from (repeat for more); default: home and here."),
+]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+_Threads = Annotated[int | None, typer.Option(help="Threads of the worker; default: all processors.")]
+_Engine = Annotated[str, typer.Option(hidden=True, help="MODULE:CLASS of the worker's engine.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def run(
+    coordinator: _Coordinator = DEFAULT_ADDRESS,
+    name: _Name = None,
+    site: Annotated[str, typer.Option(help="The site this node belongs to.")] = "default",
+    role: Annotated[list[Role] | None, typer.Option(help="Repeat for more; default: forward, preprocess.")] = None,
+    state: _State = None,
+    cache: _Cache = None,
+    root: _Root = None,
+    device: _Device = "auto",
+    threads: _Threads = None,
+    hang_seconds: Annotated[float, typer.Option(help="Silence after which a worker counts as hung.")] = 300.0,
+    drain_seconds: Annotated[float, typer.Option(help="What the running shard gets when stopping.")] = 30.0,
+    give_up_after: Annotated[
+        float | None, typer.Option(help="Exit with 2 after so many seconds without the coordinator.")
+    ] = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")] = False,
+    engine: _Engine = DEFAULT_ENGINE,
+) -> None:
+    """Work for a coordinator until stopped (SIGTERM or Ctrl-C: finish the shard; twice: at once)."""
+    config = _config(coordinator, name, state, cache, root, device, threads, engine)
+    config = replace(
+        config,
+        site=site,
+        roles=tuple(dict.fromkeys(role)) if role else config.roles,
+        hang_seconds=hang_seconds,
+        drain_seconds=drain_seconds,
+        give_up_after=give_up_after,
+    )
+    log = make_logger(as_json=log_json)
+    with StateDirectory(config.state) as directory:
+        try:
+            asyncio.run(_live(config, directory, log))
+        except FedevalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of ours: one line for people, the rest in a file
+            crash = config.state / "crash.log"
+            crash.write_text(traceback.format_exc())
+            raise FedevalError(f"internal error ({type(error).__name__}: {error}); details are in {crash}") from None
+
+
+async def _live(config: AgentConfig, state: StateDirectory, log: Logger) -> None:
+    daemon = Daemon(config, state, probe_machine(config.cache), log)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, daemon.stop)
+    await daemon.run()
+
+
+@app.command()
+def probe(
+    cache: _Cache = None,
+    device: _Device = "auto",
+    threads: _Threads = None,
+    as_json: _Json = False,
+    engine: _Engine = DEFAULT_ENGINE,
+) -> None:
+    """Print what this machine is and what the libraries can really do on it."""
+    config = _config(DEFAULT_ADDRESS, None, None, cache, None, device, threads, engine)
+    capabilities = probe_machine(config.cache)
+
+    async def ask() -> dict[str, object]:
+        executor = Executor(config, WorkerLog(None), make_logger(as_json=False))
+        try:
+            return await executor.probe()
+        except FedevalError as error:
+            return {"error": str(error), "code": error.code}
+        finally:
+            await executor.close()
+
+    facts = asdict(replace(capabilities, engine=asyncio.run(ask())))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for key, value in facts.items():
+        text = json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)
+        typer.echo(f"{key:<18} {text}")
+
+
+@app.command()
+def check(
+    coordinator: _Coordinator = DEFAULT_ADDRESS,
+    name: _Name = None,
+    state: _State = None,
+    cache: _Cache = None,
+    root: _Root = None,
+    device: _Device = "auto",
+    threads: _Threads = None,
+    as_json: _Json = False,
+    engine: _Engine = DEFAULT_ENGINE,
+) -> None:
+    """Prove that an agent can work here: exit with 0 if all is well, else with 1 and remedies."""
+    config = _config(coordinator, name, state, cache, root, device, threads, engine)
+    found = asyncio.run(_check(config, quiet=as_json))
+    good = all(finding.ok for finding in found)
+    if as_json:
+        typer.echo(json.dumps({"ok": good, "findings": [asdict(finding) for finding in found]}, indent=2))
+    if not good:
+        raise typer.Exit(1)
+
+
+async def _check(config: AgentConfig, *, quiet: bool) -> list[Finding]:
+    console = Console(quiet=quiet, soft_wrap=True, highlight=False)
+    found = []
+    async for finding in findings(config, probe_machine(config.cache), make_logger(as_json=False)):
+        found.append(finding)
+        word, style = ("ok  ", "green") if finding.ok else ("FAIL", "bold red")
+        console.print(Text.assemble((word, style), f"  {finding.name:<16} {finding.detail}"))
+        if not finding.ok:
+            console.print(Text(f"      remedy: {finding.remedy}"))
+    return found
+
+
+def _config(
+    coordinator: str,
+    name: str | None,
+    state: Path | None,
+    cache: Path | None,
+    root: list[Path] | None,
+    device: str,
+    threads: int | None,
+    engine: str,
+) -> AgentConfig:
+    """Options to configuration; raises ``ConfigError``."""
+    return AgentConfig(
+        coordinator=coordinator,
+        name=name,
+        state=(state or default_state(name)).absolute(),
+        cache=(cache or default_cache()).absolute(),
+        roots=tuple(path.absolute() for path in root) if root else default_roots(),
+        device=device,
+        threads=usable_cpus() if threads is None else threads,
+        engine=engine,
+    )
+
+
+def main() -> None:
+    """Run the command; an error of ours is one line and the exit code of its class."""
+    try:
+        app(prog_name="eval-agent")
+    except FedevalError as error:
+        print(f"eval-agent: error: {error}", file=sys.stderr)  # noqa: T201 - a command prints
+        sys.exit(error.exit_code)

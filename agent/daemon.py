@@ -1,0 +1,348 @@
+"""The agent's life: loops that carry events between the session (which decides), wire, worker and disk.
+
+Each loop waits for something of its own, tells the session, and does what the session says; none waits for another
+longer than one event. The heartbeat therefore goes on whatever the worker does. Decides nothing by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from fedeval.wire.channel import PLAN_PART_SHARDS, REPORT_CREDIT
+
+from agent.client import AgentClient, Registration, ReportStream
+from agent.config import AgentConfig
+from agent.executor import Executor
+from agent.link import Backoff, Link
+from agent.logs import Logger, WorkerLog
+from agent.probe import Capabilities
+from agent.session import Session
+from agent.spool import Corrupted, Spool, SpoolEntry, StateDirectory
+from agent.work import Settled, Verdict, Work
+from eval_kernel.errors import DirectoryUnusable, FedevalError, StaleIncarnation
+
+#: How long one Acquire may wait at the coordinator.
+POLL_SECONDS = 20.0
+#: Results that go to the disk with one flush of the directory.
+STORE_BATCH = 32
+#: Pause before a refused write is tried again.
+STORE_PAUSE_SECONDS = 1.0
+#: When stopping: what a worker that is told to stop gets, and what the last reports get.
+STOP_SECONDS, LAST_WORDS_SECONDS = 2.0, 5.0
+
+
+class Pulse:
+    """Wakes whoever waits. Check the condition, then wait, without an ``await`` in between: nothing is missed."""
+
+    def __init__(self) -> None:
+        """Nobody waits yet."""
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        """Wake everyone who waits now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Wait for the next ``fire``."""
+        await self._event.wait()
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition; return whether it came within ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    await self.wait()
+        except TimeoutError:
+            return condition()
+        return True
+
+
+async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
+    """Run all until the first ends or fails; end the others, and raise its error if there is one."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Daemon:
+    """One agent, from its start to its orderly end."""
+
+    def __init__(self, config: AgentConfig, state: StateDirectory, capabilities: Capabilities, log: Logger) -> None:
+        """Open the spool and the channel. Raises ``DirectoryUnusable``."""
+        self.name = config.name or state.name()
+        self._config = config
+        self._capabilities = capabilities
+        self._log = log.bind(agent=self.name)
+        self._spool = Spool(state.path / "spool")
+        self._client = AgentClient(config, self.name, uuid.uuid4().hex)
+        self._executor = Executor(config, WorkerLog(state.path / "worker.log"), self._log)
+        self._session = Session(credit=REPORT_CREDIT, part_shards=PLAN_PART_SHARDS)
+        self._link = Link(self._client, self._log, self._registered, config.give_up_after)
+        self._pulse = Pulse()
+        self._stopping = asyncio.Event()
+        self._probed = asyncio.Event()
+        self._disk = asyncio.Lock()  # one spool operation at a time: loading sweeps up unfinished writes
+
+    async def run(self) -> None:
+        """Live until told to stop. Raises the ``FedevalError`` that makes going on senseless."""
+        try:
+            await first_of(
+                self._link.serve(),
+                self._heartbeat(),
+                self._acquire(),
+                self._work(),
+                self._store(),
+                self._report(),
+                self._stop_in_order(),
+            )
+        except StaleIncarnation as error:
+            raise StaleIncarnation(
+                f"{error}; another agent runs under the name {self.name}: give each its own with --name"
+            ) from None
+        finally:
+            await self._executor.close()
+            await self._client.close()
+
+    def stop(self) -> None:
+        """Ask for the orderly end; asked a second time, end at once, which is as safe as SIGKILL."""
+        if self._stopping.is_set():
+            self._executor.kill()
+            os._exit(130)
+        self._log.info("stopping", running=self._executor.activity, at_most_seconds=self._config.drain_seconds)
+        self._stopping.set()
+        self._session.drain()
+        self._pulse.fire()
+
+    # ---------------------------------------------------------------- registration
+
+    async def _registered(self, answer: Registration) -> None:
+        leftovers: list[SpoolEntry] = []
+        if answer.coordinator != self._session.coordinator:
+            entries, corrupted = await self._load()
+            for item in corrupted:
+                self._log.error("a spooled result is damaged", reason=item.reason, kept_as=str(item.moved_to))
+            leftovers = [entry for entry in entries if entry.key.coordinator == answer.coordinator]
+            others = sorted({entry.key.coordinator for entry in entries} - {answer.coordinator})
+            if others:
+                count = len(entries) - len(leftovers)
+                self._log.warning("results of other coordinators stay in the spool", count=count, owners=others)
+        must_stop = self._session.registered(answer.coordinator, leftovers)
+        self._log.info("registered", coordinator=answer.coordinator, leftovers=len(leftovers))
+        if must_stop:
+            await self._executor.cancel()
+        self._pulse.fire()
+
+    async def _load(self) -> tuple[list[SpoolEntry], list[Corrupted]]:
+        try:
+            async with self._disk:
+                return await asyncio.to_thread(self._spool.load)
+        except OSError as error:
+            raise DirectoryUnusable(
+                f"the spool {self._spool.directory} cannot be read ({error.strerror}); repair the disk or use --state"
+            ) from None
+
+    # ---------------------------------------------------------------- the loops
+
+    async def _heartbeat(self) -> None:
+        backoff = Backoff()
+        while True:
+            generation = await self._link.ready()
+            begun = time.monotonic()
+            coordinator, beat = self._session.coordinator, self._session.heartbeat()
+            try:
+                answer = await self._client.renew(beat, self.activity)
+            except FedevalError as error:
+                self._link.failed(error, generation)
+                await backoff.wait()
+                continue
+            self._link.answered()
+            backoff.reset()
+            if coordinator == self._session.coordinator:
+                if self._session.renewed(beat, answer.lost, answer.settled_jobs, answer.drain):
+                    self._log.info("a job was settled: its work stops", jobs=answer.settled_jobs)
+                    await self._executor.cancel()
+                self._pulse.fire()
+            # The wish to stop cuts the pause short, so that the coordinator hears of it at once.
+            pause = begun + self._link.heartbeat_seconds - time.monotonic()
+            if beat.draining:
+                await asyncio.sleep(pause)
+            else:
+                await self._pulse.until(lambda: self._session.draining, pause)
+
+    async def _acquire(self) -> None:
+        backoff = Backoff()
+        await self._probed.wait()
+        while True:
+            generation = await self._link.ready()
+            wanted = self._session.wanted()
+            if wanted == 0:
+                await self._pulse.wait()
+                continue
+            begun, coordinator = time.monotonic(), self._session.coordinator
+            try:
+                works = await self._client.acquire(wanted, POLL_SECONDS, self._executor.loaded_job)
+            except FedevalError as error:
+                self._link.failed(error, generation)
+                await backoff.wait()
+                continue
+            self._link.answered()
+            if works:
+                backoff.reset()
+                # A registration in between changes nothing: if these leases are gone, the heartbeat will say so.
+                if coordinator == self._session.coordinator:
+                    self._session.assigned(works)
+                    self._pulse.fire()
+            elif time.monotonic() - begun < 0.5:
+                await backoff.wait()  # it did not wait for us: do not spin
+
+    async def _work(self) -> None:
+        # The worker is started at once: its libraries take seconds to load, and an agent without them is no use.
+        facts = await self._executor.probe()
+        self._link.announce(replace(self._capabilities, engine=facts).to_json())
+        self._probed.set()
+        job = ""
+        while True:
+            work = self._session.next_work()
+            if work is None:
+                await self._pulse.wait()
+                continue
+            if work.job != job:
+                job = work.job
+                self._log.info("working on a job", job=job, doing="planning" if work.shard is None else "scoring")
+            await self._do(work)
+            self._pulse.fire()
+
+    async def _do(self, work: Work) -> None:
+        try:
+            outcome = await self._executor.run(work)
+        except FedevalError as error:
+            self._log.warning("failed", job=work.job, shard=work.held[1], code=error.code, reason=str(error))
+            self._session.finished(error)
+            return
+        if outcome is None:
+            self._session.cancelled()
+        else:
+            self._session.finished(outcome)
+
+    async def _store(self) -> None:
+        while True:
+            entries = self._session.to_store()[:STORE_BATCH]
+            keys = self._session.to_remove()
+            if not entries and not keys:
+                await self._pulse.wait()
+                continue
+            try:
+                async with self._disk:
+                    await asyncio.to_thread(self._spool.remove, keys)
+                    if entries:
+                        await asyncio.to_thread(self._spool.put, entries)
+            except OSError as error:
+                reason = f"the spool {self._spool.directory} cannot be written ({error.strerror})"
+                if not self._session.storage_problem:
+                    self._log.error("work pauses", reason=reason, remedy="free space on that disk")
+                self._session.store_failed(reason)
+                await asyncio.sleep(STORE_PAUSE_SECONDS)
+                continue
+            if entries:
+                if self._session.storage_problem:
+                    self._log.info("the spool can be written again")
+                self._session.stored(entry.key for entry in entries)
+                self._pulse.fire()
+
+    async def _report(self) -> None:
+        backoff = Backoff()
+        while True:
+            generation = await self._link.ready()
+            if not self._session.has_results:
+                await self._pulse.wait()
+                continue
+            try:
+                async with self._client.report() as stream:
+                    self._session.stream_opened()
+                    await first_of(
+                        self._send_results(stream),
+                        self._take_acknowledgements(stream, backoff),
+                        self._link.replaced(generation),
+                    )
+            except FedevalError as error:
+                self._link.failed(error, generation)
+            await backoff.wait()
+
+    async def _send_results(self, stream: ReportStream) -> None:
+        while True:
+            messages = self._session.to_send()
+            for message in messages:
+                await stream.send(message)
+            if not messages:
+                await self._pulse.wait()
+
+    async def _take_acknowledgements(self, stream: ReportStream, backoff: Backoff) -> None:
+        async for sequence, verdict, detail in stream.acknowledgements():
+            self._link.answered()
+            backoff.reset()
+            settled = self._session.acknowledged(sequence, verdict, detail)
+            if verdict is None:
+                self._log.error("an acknowledgement is not understood: is the coordinator newer than this agent?")
+            if settled is not None:
+                self._note(settled)
+            self._pulse.fire()
+
+    def _note(self, settled: Settled) -> None:
+        words = {"job": settled.job, "shard": settled.shard, "detail": settled.detail}
+        if settled.verdict in (Verdict.REFUSED, Verdict.DIVERGENT):
+            self._log.warning("the coordinator has an objection to a result", verdict=settled.verdict.value, **words)
+
+    # ---------------------------------------------------------------- the end
+
+    async def _stop_in_order(self) -> None:
+        """Finish the running shard, report, say good-bye; each within its time."""
+        await self._stopping.wait()
+        end = time.monotonic() + self._config.drain_seconds
+        session = self._session
+        if not await self._pulse.until(lambda: session.running is None, self._config.drain_seconds):
+            self._log.warning("the running work is given up", doing=self._executor.activity)
+            await self._executor.cancel(STOP_SECONDS)
+            await self._pulse.until(lambda: session.running is None, STOP_SECONDS + 1.0)
+        left = max(end - time.monotonic(), 0.0)
+        await self._pulse.until(lambda: not session.to_store(), LAST_WORDS_SECONDS)
+        if self._link.up:
+            await self._pulse.until(lambda: not session.has_results, max(left, LAST_WORDS_SECONDS))
+        if self._link.up:
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._client.renew(session.heartbeat(), "stopped", leaving=True)
+            except (FedevalError, TimeoutError) as error:
+                self._log.info("left without a good-bye", reason=str(error) or "no answer in time")
+        self._log.info("stopped", unacknowledged=session.num_results)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the orderly end has begun."""
+        return self._stopping.is_set()
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The worker's process id, ``None`` while there is none."""
+        return self._executor.worker_pid
+
+    @property
+    def activity(self) -> str:
+        """What the agent does, for people."""
+        if self._session.storage_problem:
+            return f"paused: {self._session.storage_problem}"
+        if self._executor.activity == "idle" and self._session.draining:
+            return "stopping"
+        return self._executor.activity
