@@ -1,7 +1,8 @@
 """A dataset as tokens, on disk and memory-mapped: built once per node, shared by its processes, named by its content.
 
 Every byte and every word of the text belongs to exactly one token (the one that ends it, or starts it), so counts
-for any range of tokens add up to those of the text. Windows and scoring are other modules' business.
+for any range of tokens add up to those of the text. What lies in the cache is trusted only as far as its checksums
+hold. Windows and scoring are other modules' business.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from eval_kernel.documents import Source
 from eval_kernel.errors import DatasetEmpty, DirectoryUnusable
 
 #: Raised when the layout or the counting rules change: older packs are then built anew.
-FORMAT = 1
+FORMAT = 2
 #: Documents tokenised in one call.
 BATCH = 256
 
@@ -33,6 +35,9 @@ _SPACES = np.array([c for c in range(0x3001) if chr(c).isspace()], dtype=np.uint
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+
+#: The files of a corpus.
+ARRAYS: dict[str, type[Any]] = {"tokens": np.int32, "bytes": np.int32, "words": np.int32, "offsets": np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,58 +83,85 @@ def load(
     cache: Path,
     note: Callable[[str], None],
 ) -> Corpus:
-    """Return the corpus of a dataset, from the cache where it is there.
+    """Return the corpus of a dataset, from the cache where it is there; one that fails its checksums is built anew.
 
     Raises the errors of ``documents`` and ``DirectoryUnusable``.
     """
     key = _key(source, tokenizer_digest, join)
-    home = cache / "corpora"
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with (home / f"{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (home / key / "meta.json").exists():
+        with _locked(cache, key) as path:
+            found = _open(path) if path.exists() else None
+            if found is None:
                 note("tokenising the dataset")
-                _build(home / key, source, tokenizer, join)
-        return _open(home / key)
+                _build(path, source, tokenizer, join)
+                found = _open(path)
     except OSError as error:
+        raise _unusable(cache, error) from None
+    if found is None:
         raise DirectoryUnusable(
-            f"the cache directory {cache} cannot be used ({error.strerror}): free space or choose another"
-        ) from None
+            f"the cache directory {cache} does not give back what was written to it; choose another"
+        )
+    return found
 
 
 def forget(source: Source, tokenizer_digest: str, join: str | None, cache: Path) -> None:
     """Remove a corpus from the cache (it turned out to be damaged); the next ``load`` builds it anew."""
-    shutil.rmtree(cache / "corpora" / _key(source, tokenizer_digest, join), ignore_errors=True)
+    try:
+        with _locked(cache, _key(source, tokenizer_digest, join)) as path:
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        raise _unusable(cache, error) from None
 
 
-def _key(source: Source, tokenizer_digest: str, join: str | None) -> str:
-    parts = [FORMAT, source.spec.model_dump(mode="json"), source.fingerprint, tokenizer_digest, join]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+@contextmanager
+def _locked(cache: Path, key: str) -> Iterator[Path]:
+    """Hold the lock of one corpus, against other threads and processes of this node; gives its directory."""
+    home = cache / "corpora"
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield home / key
 
 
-def _open(path: Path) -> Corpus:
-    meta = json.loads((path / "meta.json").read_text())
-
-    def array(name: str, dtype: type[Any]) -> Any:
-        file = path / name
-        return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-
-    return Corpus(
-        tokens=array("tokens", np.int32),
-        bytes=array("bytes", np.int32),
-        words=array("words", np.int32),
-        offsets=np.fromfile(path / "offsets", dtype=np.int64),
-        joined=meta["joined"],
-        data_digest=meta["data_digest"],
-        source_bytes=meta["source_bytes"],
-        source_words=meta["source_words"],
-        lm_eval_words=meta["lm_eval_words"],
+def _unusable(cache: Path, error: OSError) -> DirectoryUnusable:
+    return DirectoryUnusable(
+        f"the cache directory {cache} cannot be used ({error.strerror or error}): free space or choose another"
     )
 
 
+def _key(source: Source, tokenizer_digest: str, join: str | None) -> str:
+    parts = [
+        FORMAT,
+        version("tokenizers"),
+        source.spec.model_dump(mode="json"),
+        source.fingerprint,
+        tokenizer_digest,
+        join,
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _open(path: Path) -> Corpus | None:
+    """Map a corpus that was built earlier; None where it is damaged."""
+    try:
+        meta = json.loads((path / "meta.json").read_bytes())
+        arrays: dict[str, Any] = {}
+        for name, dtype in ARRAYS.items():
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != meta["checksums"][name]:
+                    return None
+                empty = file.tell() == 0
+            arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path / name, dtype=dtype, mode="r")
+        return Corpus(**arrays, **meta["facts"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _build(target: Path, source: Source, tokenizer: Any, join: str | None) -> None:
-    temp = Path(tempfile.mkdtemp(prefix=".new-", dir=target.parent))
+    # Under the lock: what an earlier try left behind when it was killed is nobody's.
+    temp = target.with_name(f".new-{target.name}")
+    shutil.rmtree(temp, ignore_errors=True)
+    temp.mkdir()
     try:
         digest, nbytes, nwords, lm_eval_words, lengths = hashlib.sha256(), 0, 0, 0, []
         with (
@@ -156,35 +188,40 @@ def _build(target: Path, source: Source, tokenizer: Any, join: str | None) -> No
                         batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True
                     ):
                         ids, size, word, _ = attribute(text, encoding)
-                        ids.tofile(tokens)
-                        size.tofile(sizes)
-                        word.tofile(words)
+                        tokens.write(ids.tobytes())
+                        sizes.write(size.tobytes())
+                        words.write(word.tobytes())
                         lengths.append(len(ids))
             else:
                 texts = list(counted())
                 text = join.join(texts)
-                ids, size, word, starts = attribute(text, tokenizer.encode(text, add_special_tokens=False))
-                ids.tofile(tokens)
-                size.tofile(sizes)
-                word.tofile(words)
-                # A token belongs to the document its first byte lies in; the joining string to the one before it.
+                ids, size, word, own = attribute(text, tokenizer.encode(text, add_special_tokens=False))
+                tokens.write(ids.tobytes())
+                sizes.write(size.tobytes())
+                words.write(word.tobytes())
+                # A token belongs to the document its last byte lies in (many tokens begin with the blank before a
+                # word); the joining string to the document before it.
                 gap = len(join.encode("utf-8"))
-                ends = np.cumsum([len(t.encode("utf-8")) + gap for t in texts])
-                owner = np.minimum(np.searchsorted(ends, starts, side="right"), len(texts) - 1)
+                borders = np.cumsum([len(t.encode("utf-8")) + gap for t in texts])
+                owner = np.searchsorted(borders, np.maximum(own - 1, 0), side="right")
                 lengths = np.bincount(owner, minlength=len(texts)).tolist()
         if not any(lengths):
             raise DatasetEmpty(
                 f"{', '.join(source.spec.source)}: none of its {len(lengths)} documents holds a token to score"
             )
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64).tofile(temp / "offsets")
-        meta = {
+        (temp / "offsets").write_bytes(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64).tobytes())
+        facts = {
             "joined": join is not None,
             "data_digest": "sha256:" + digest.hexdigest(),
             "source_bytes": nbytes,
             "source_words": nwords,
             "lm_eval_words": lm_eval_words,
         }
-        (temp / "meta.json").write_text(json.dumps(meta))
+        checksums = {}
+        for name in ARRAYS:
+            with (temp / name).open("rb") as file:
+                checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        (temp / "meta.json").write_text(json.dumps({"facts": facts, "checksums": checksums}))
         shutil.rmtree(target, ignore_errors=True)
         temp.replace(target)
     finally:
@@ -192,7 +229,7 @@ def _build(target: Path, source: Source, tokenizer: Any, join: str | None) -> No
 
 
 def attribute(text: str, encoding: Any) -> tuple[Int32, Int32, Int32, Int64]:
-    """Return token ids, and per token its bytes, its words and the byte it starts at, of one tokenised text.
+    """Return token ids, and per token its bytes, its words and the byte its own text ends before.
 
     Token k gets the bytes between the end of token k-1 and its own end, the last one all that remain; a word
     belongs to the token that holds its first byte. Both therefore add up to the text's, whatever the tokenizer drops.
@@ -203,12 +240,12 @@ def attribute(text: str, encoding: Any) -> tuple[Int32, Int32, Int32, Int64]:
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     width = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     position = np.concatenate([[0], np.cumsum(width)])
-    ends = position[np.array([end for _, end in encoding.offsets], dtype=np.int64)]
-    ends = np.maximum.accumulate(ends)
+    own = np.maximum.accumulate(position[np.array([end for _, end in encoding.offsets], dtype=np.int64)])
+    ends = own.copy()
     ends[-1] = position[-1]
     starts = np.concatenate([[0], ends[:-1]])
     blank = np.isin(points, _SPACES)
     first = ~blank & np.concatenate([[True], blank[:-1]])
     owner = np.searchsorted(ends, position[:-1][first], side="right")
     words = np.bincount(owner, minlength=len(ids))
-    return ids, (ends - starts).astype(np.int32), words.astype(np.int32), starts
+    return ids, (ends - starts).astype(np.int32), words.astype(np.int32), own

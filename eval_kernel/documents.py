@@ -1,16 +1,19 @@
 """Documents of a dataset, in order, each exactly once: text files, jsonl, csv, parquet, the Hub, the standard library.
 
-Text and jsonl are read here, byte for byte and with the line or byte of every fault; tables and the Hub come
-through ``datasets``. Nothing here tokenises, and nothing is normalised: line ends and blanks are part of the text.
+Files are read here, byte for byte and with the line, row or byte of every fault, and no copy of them is made; the
+Hub comes through ``datasets``. Nothing here tokenises or normalises: line ends and blanks are part of the text.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ SUFFIXES = {
     "csv": (".csv", ".tsv"),
     "parquet": (".parquet",),
 }
+#: Some programs begin UTF-8 files with it; in jsonl and csv it is no part of any text.
+BOM = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,7 @@ class Source:
     def __iter__(self) -> Iterator[str]:
         """Yield the documents' texts; raises ``DatasetMalformed``, ``DatasetEmpty``."""
         count = 0
-        for text in self._all():
-            if self.spec.limit is not None and count >= self.spec.limit:
-                return
+        for text in islice(self._all(), self.spec.limit):
             count += 1
             yield text
         if count == 0:
@@ -53,7 +56,7 @@ class Source:
             yield from (topics[key] for key in sorted(topics))
             return
         if self.table is not None:
-            yield from _column(self.table, self.spec.field, ", ".join(self.spec.source))
+            yield from _hub_documents(self.table, self.spec.field, f"dataset {self.spec.source[0]}")
             return
         for kind, path in self.files:
             match kind:
@@ -61,8 +64,10 @@ class Source:
                     yield from _text_documents(path, self.spec)
                 case "jsonl":
                     yield from _jsonl_documents(path, self.spec)
+                case "csv":
+                    yield from _csv_documents(path, self.spec)
                 case _:
-                    yield from _column(_load_table(kind, path), self.spec.field, str(path))
+                    yield from _parquet_documents(path, self.spec.field)
 
 
 def find(spec: DatasetSpec, roots: Roots) -> Source:
@@ -88,7 +93,10 @@ def _find_files(spec: DatasetSpec, roots: Roots) -> Source:
     files: list[tuple[str, Path]] = []
     wanted = SUFFIXES[spec.format] if spec.format != "auto" else tuple(s for group in SUFFIXES.values() for s in group)
     for source in spec.source:
-        paths = expand(source, roots, wanted)
+        try:
+            paths = expand(source, roots, wanted)
+        except OSError as error:
+            raise DatasetNotFound(f"dataset {source}: cannot be read on this node ({error.strerror})") from None
         if not paths:
             what = (
                 "no file in it ends in " + " ".join(wanted)
@@ -98,10 +106,20 @@ def _find_files(spec: DatasetSpec, roots: Roots) -> Source:
             raise DatasetNotFound(
                 f"dataset {source}: {what}; give a path that exists on this node, hub:owner/name or pydoc:topics"
             )
-        files += [(_format_of(path, spec), path) for path in paths]
+        found = [(_format_of(path, spec), path) for path in paths]
+        kinds = dict(reversed(found))
+        if len(kinds) > 1:
+            named = " and ".join(f"{path.name} ({kind})" for kind, path in sorted(kinds.items())[:2])
+            raise DatasetMalformed(
+                f"dataset {source}: files of several formats, {named}; write `format:` with the one that holds the text"
+            )
+        files += found
     state = []
     for kind, path in files:
-        stat = path.stat()
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise DatasetNotFound(f"dataset {path}: cannot be read ({error.strerror}); is it still there?") from None
         state.append([kind, str(path), stat.st_size, stat.st_mtime_ns])
     return Source(spec, tuple(files), hashlib.sha256(json.dumps(state).encode()).hexdigest())
 
@@ -142,21 +160,23 @@ def _text_documents(path: Path, spec: DatasetSpec) -> Iterator[str]:
             yield text
         case "line":
             # Line ends belong to no document here; only "\n" and "\r\n" end a line.
-            yield from (line.removesuffix("\r") for line in _strip_last(text.split("\n")))
+            yield from (line.rstrip("\n").removesuffix("\r") for line in _lines(text))
         case "paragraph":
-            yield from (p for p in re.split(r"(?:\r?\n[ \t]*){2,}", text) if p.strip())
+            # Nor do they here, before, between or after paragraphs.
+            yield from (p.strip("\r\n") for p in re.split(r"\r?\n(?:[ \t]*\r?\n)+", text) if p.strip())
         case rule:
             yield from _by_first_line(text, re.compile(rule.removeprefix("regex:")))
 
 
-def _strip_last(lines: list[str]) -> list[str]:
-    return lines[:-1] if lines and lines[-1] == "" else lines
+def _lines(text: str) -> Iterator[str]:
+    """Lines with their ends. ``str.splitlines`` would also cut at U+2028, form feeds and the like, which are text."""
+    return (match[0] for match in re.finditer(r"[^\n]*\n|[^\n]+", text))
 
 
 def _by_first_line(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
     """Cut before each line that the pattern matches; what stands before the first match is a document unless blank."""
     current: list[str] = []
-    for line in text.splitlines(keepends=True):
+    for line in _lines(text):
         if pattern.search(line.rstrip("\r\n")) and current:
             document = "".join(current)
             if document.strip():
@@ -168,29 +188,31 @@ def _by_first_line(text: str, pattern: re.Pattern[str]) -> Iterator[str]:
 
 
 def _jsonl_documents(path: Path, spec: DatasetSpec) -> Iterator[str]:
-    # Split on "\n" alone: JSON strings may hold U+2028 and other characters that str.splitlines would split at.
-    for number, line in enumerate(_read(path, spec.encoding).split("\n"), start=1):
+    for number, line in enumerate(_lines(_read(path, spec.encoding).removeprefix(BOM)), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise DatasetMalformed(
-                f"dataset {path}: line {number} is not JSON ({error.msg} at column {error.colno})"
+                f"dataset {path}: line {number} is not JSON ({error.msg} at column {error.colno}); correct the line"
             ) from None
-        except RecursionError:
-            raise DatasetMalformed(f"dataset {path}: line {number} is nested too deeply") from None
-        if not isinstance(row, dict) or spec.field not in row:
-            have = ", ".join(list(row)[:8]) if isinstance(row, dict) else type(row).__name__
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists a thousand deep
+            raise DatasetMalformed(f"dataset {path}: line {number} cannot be read ({reason(error)})") from None
+        if not isinstance(row, dict):
             raise DatasetMalformed(
-                f"dataset {path}: line {number} has no key {spec.field!r} (it has: {have}); set `field:`"
+                f"dataset {path}: line {number} is {type(row).__name__}, not an object with the key {spec.field!r}"
             )
+        if spec.field not in row:
+            raise DatasetMalformed(_lacks(f"dataset {path}: line {number}", "key", spec.field, list(row)))
         yield _checked(row[spec.field], f"dataset {path}: line {number}, key {spec.field!r}")
 
 
 def _checked(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise DatasetMalformed(f"{where} is {type(value).__name__}, not a string")
+        raise DatasetMalformed(
+            f"{where} is {'null' if value is None else type(value).__name__}, not a string; correct or remove it"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -203,29 +225,65 @@ def _checked(value: Any, where: str) -> str:
 # ---------------------------------------------------------------- tables and the Hub
 
 
-def _load_table(kind: str, path: Path) -> Any:
-    import datasets
-
-    datasets.disable_progress_bars()
+def _csv_documents(path: Path, spec: DatasetSpec) -> Iterator[str]:
+    """Every cell of a column: an empty cell is an empty text and "NA" is a word, neither is a missing value."""
+    text = _read(path, spec.encoding).removeprefix(BOM)
+    # The module's limit on a cell (128 KiB) is arbitrary, and only to be had for the whole process.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    begin = 1
     try:
-        if kind == "parquet":
-            return datasets.Dataset.from_parquet(str(path), keep_in_memory=False)
-        separator = "\t" if path.suffix.lower() == ".tsv" else ","
-        # An empty cell is an empty text and "NA" is a word: neither is a missing value.
-        return datasets.Dataset.from_csv(str(path), sep=separator, keep_default_na=False, dtype=str)
-    except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-        cause = error.__cause__ or error
-        raise DatasetMalformed(f"dataset {path}: cannot be read as {kind} ({reason(cause)})") from None
+        names = next(rows, [])
+        if spec.field not in names:
+            raise DatasetMalformed(_lacks(f"dataset {path}", "column", spec.field, names))
+        column = names.index(spec.field)
+        begin = rows.line_num + 1
+        for row in rows:
+            if row and len(row) != len(names):
+                raise DatasetMalformed(
+                    f"dataset {path}: the row at line {begin} has {len(row)} cells, the header names {len(names)}; "
+                    "is a quote or a comma missing?"
+                )
+            begin = rows.line_num + 1
+            if row:
+                yield row[column]
+    except csv.Error as error:
+        raise DatasetMalformed(
+            f"dataset {path}: the row at line {begin} is not csv ({error}); check its quotes"
+        ) from None
 
 
-def _column(table: Any, field: str, where: str) -> Iterator[str]:
+def _parquet_documents(path: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise DatasetMalformed(_lacks(f"dataset {path}", "column", field, names))
+            for batch in file.iter_batches(batch_size=1000, columns=[field]):
+                for value in batch.column(0):
+                    yield _checked(value.as_py(), f"dataset {path}: row {row}, column {field!r}")
+                    row += 1
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DatasetMalformed(f"dataset {path}: cannot be read as parquet at row {row} ({reason(error)})") from None
+
+
+def _hub_documents(table: Any, field: str, where: str) -> Iterator[str]:
     if field not in table.column_names:
-        have = ", ".join(table.column_names[:12])
-        raise DatasetMalformed(f"dataset {where}: no column {field!r} (it has: {have}); set `field:`")
+        raise DatasetMalformed(_lacks(where, "column", field, table.column_names))
     column = table.select_columns([field])
     for start in range(0, len(column), 1000):
         for offset, value in enumerate(column[start : start + 1000][field]):
-            yield _checked(value, f"dataset {where}: row {start + offset}, column {field!r}")
+            yield _checked(value, f"{where}: row {start + offset}, column {field!r}")
+
+
+def _lacks(where: str, what: str, name: str, have: list[str]) -> str:
+    listed = ", ".join(have[:8]) + ", ..." * (len(have) > 8) if have else "none"
+    return f"{where} has no {what} {name!r} (it has: {listed}); set `field:`"
 
 
 def _find_hub(spec: DatasetSpec, name: str) -> Source:

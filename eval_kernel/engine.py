@@ -260,7 +260,7 @@ class Evaluation:
                 for k in bad[: MAX_PLACES - len(places)]:
                     token = start + int(k) - int(data.offsets[document])
                     places.append(NonFinite(document, token, "nan" if loss.nan[part][k] else "inf"))
-        lump = cut.whole(windows) if shard.lump else set()
+        lump = cut.whole(shard.first_window, windows) if shard.lump else set()
         rows = []
         if lump:
             rows.append(RowSums(None, len(lump), *(sum(sums[d][k] for d in lump) for k in range(4))))

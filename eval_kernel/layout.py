@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from eval_kernel.corpus import Corpus
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
 from eval_kernel.plan import MAX_ROWS, ShardPlan
-from eval_kernel.windows import Prefix, Window, WindowRule
+from eval_kernel.windows import Prefix, WindowRule
+
+Cut = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +36,32 @@ class Layout:
 
     def __init__(self, corpus: Corpus, rule: WindowRule, max_windows: int | None = None) -> None:
         self.corpus, self.rule = corpus, rule
-        counts: dict[int, int] = {}  # windows of a stream depend on its length alone, and lengths repeat
+        self._cuts: dict[int, Cut] = {}  # windows of a stream depend on its length alone, and lengths repeat
         firsts, total = [], 0
         for index in range(corpus.num_streams):
             start, end = corpus.stream(index)
-            length = end - start
-            if length not in counts:
-                counts[length] = sum(1 for _ in rule.windows(length))
             firsts.append(total)
-            total += counts[length]
+            total += len(self._cut(end - start))
         self._firsts = firsts
         self.num_windows = total if max_windows is None else min(total, max_windows)
 
+    def _cut(self, length: int) -> Cut:
+        """The windows of a stream: one row each of start, end, scored, prefix."""
+        if length not in self._cuts:
+            rows = [(w.start, w.end, w.scored, w.prefix.value) for w in self.rule.windows(length)]
+            self._cuts[length] = np.array(rows, dtype=np.int64).reshape(-1, 4)
+        return self._cuts[length]
+
     def windows(self, first: int, count: int) -> Iterator[Placed]:
-        """Yield ``count`` windows from window ``first`` on."""
+        """Yield ``count`` windows from window ``first`` on, fewer where there are no more."""
         index = bisect_right(self._firsts, first) - 1
-        skip = first - self._firsts[index] if index >= 0 else 0
-        while count > 0 and index < self.corpus.num_streams:
+        count = min(count, self.num_windows - first)
+        while count > 0:
             base, end = self.corpus.stream(index)
-            for window in self.rule.windows(end - base):
-                if skip:
-                    skip -= 1
-                    continue
-                if count == 0:
-                    return
-                count -= 1
-                yield _place(window, base)
+            begin = first - self._firsts[index]
+            for a, b, scored, prefix in self._cut(end - base)[begin : begin + count].tolist():
+                yield Placed(a + base, b + base, scored + base, Prefix(prefix))
+                first, count = first + 1, count - 1
             index += 1
 
     def owner(self, token: int) -> int:
@@ -100,25 +103,20 @@ class Layout:
             hasher.update(np.ascontiguousarray(self.corpus.tokens[window.start : window.end], dtype="<i4").tobytes())
         return "sha256:" + hasher.hexdigest()
 
-    def whole(self, shard_windows: list[Placed]) -> set[int]:
-        """The documents whose every scored token lies in these windows (documents without one do not count)."""
-        low, high = shard_windows[0].scored, shard_windows[-1].end
-        documents = {d for w in shard_windows for d, _, _ in self.parts(w)}
-        offsets = self.corpus.offsets
-        # Only the first and the last can lie across the shard's ends: scored tokens ascend over windows.
-        edge = {min(documents), max(documents)}
-        return documents - {d for d in edge if not (self._begins(d) >= low and int(offsets[d + 1]) <= high)}
+    def whole(self, first: int, windows: list[Placed]) -> set[int]:
+        """The documents whose every scored token lies in these windows, of which ``first`` is the first one's number.
 
-    def _begins(self, document: int) -> int:
-        """Where a document's scored tokens can begin: its first token, or the second where nothing stands before it."""
-        start = int(self.corpus.offsets[document])
-        stream_start = 0 if self.corpus.joined else start
-        return start + 1 if start == stream_start and self._first_is_context(document) else start
-
-    def _first_is_context(self, document: int) -> bool:
-        start, end = self.corpus.stream(0 if self.corpus.joined else document)
-        window = next(iter(self.rule.windows(end - start)), None)
-        return window is not None and window.scored > 0
+        Documents without a scored token do not count.
+        """
+        documents = {d for w in windows for d, _, _ in self.parts(w)}
+        # Scored tokens ascend over windows and every window has one: only the neighbours can share a document.
+        if first > 0:
+            before = next(self.windows(first - 1, 1))
+            documents.discard(self.owner(before.end - 1))
+        if (last := first + len(windows)) < self.num_windows:
+            after = next(self.windows(last, 1))
+            documents.discard(self.owner(after.scored))
+        return documents
 
     def _shard(self, index: int, first: int, windows: list[Placed]) -> ShardPlan:
         corpus = self.corpus
@@ -133,7 +131,7 @@ class Layout:
             input_tokens=sum(inputs_of(w) for w in windows),
             first_document=self.owner(windows[0].scored),
             end_document=self.owner(windows[-1].end - 1) + 1,
-            lump=len(self.whole(windows)) > MAX_ROWS,
+            lump=len(self.whole(first, windows)) > MAX_ROWS,
             digest=self.shard_digest(windows),
         )
 
@@ -141,7 +139,3 @@ class Layout:
 def inputs_of(window: Placed) -> int:
     """Tokens of a window that go through the model."""
     return window.end - 1 - window.start + (window.prefix is Prefix.PREPENDED)
-
-
-def _place(window: Window, base: int) -> Placed:
-    return Placed(window.start + base, window.end + base, window.scored + base, window.prefix)

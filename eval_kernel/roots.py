@@ -25,26 +25,27 @@ def allowed(path: Path, roots: Roots) -> Path:
 def expand(source: str, roots: Roots, suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files a source names, sorted: a file, a folder's files with one of ``suffixes``, or a glob's matches.
 
-    Returns an empty list where nothing matches. Raises ``PathRefused``.
+    Returns an empty list where nothing matches. Raises ``PathRefused``, and ``OSError`` where it may not look.
     """
     path = Path(source)
+    # Before anything is looked for: what lies outside is refused in the same words whether or not it is there.
+    allowed(_fixed_part(path, roots), roots)
     if path.is_dir():
-        found = [
-            p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in suffixes and not p.name.startswith(".")
-        ]
-    elif path.exists():
+        found = [p for p in path.rglob("*") if p.suffix.lower() in suffixes and p.is_file() and not _hidden(p, path)]
+    elif path.is_file():
         found = [path]
     else:
         found = [p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file()]  # noqa: PTH207 - Path.glob takes no absolute pattern
-    allowed(_fixed_part(path), roots)
     return [allowed(p, roots) for p in sorted(found)]
 
 
-def _fixed_part(path: Path) -> Path:
-    """The part of a path before its first wildcard: refused even when nothing matches; a refusal tells nothing."""
-    parts: list[str] = []
-    for part in path.parts:
-        if glob.has_magic(part):
-            break
-        parts.append(part)
-    return Path(*parts)
+def _hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def _fixed_part(path: Path, roots: Roots) -> Path:
+    """The part of a path before its first wildcard. Raises ``PathRefused`` for ``..`` after it, if there are roots."""
+    magic = next((i for i, part in enumerate(path.parts) if glob.has_magic(part)), len(path.parts))
+    if roots is not None and ".." in path.parts[magic:]:
+        raise PathRefused(f"{path}: '..' after a wildcard is not followed on this node; write the path without it")
+    return Path(*path.parts[:magic])
