@@ -80,7 +80,8 @@ def _version(show: bool) -> None:
 
 def _usage(error: Exception) -> int:
     """Report a wrong command line; nothing to say where the help was printed instead."""
-    text = " ".join(str(getattr(error, "message", error)).split())
+    explain = getattr(error, "format_message", error.__str__)
+    text = " ".join(str(explain()).split())
     context = getattr(error, "ctx", None)
     where = f"; see {context.command_path} --help" if context is not None else ""
     if text:

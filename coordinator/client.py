@@ -59,7 +59,7 @@ class Client:
         m = await self._call(self._stub.GetCoordinator(jobs_pb2.GetCoordinatorRequest(), timeout=self._timeout))
         return CoordinatorInfo(self.address, m.coordinator, m.version, m.protocol_min, m.protocol_max, m.uptime_seconds)
 
-    async def submit(self, spec: JobSpec, key: str | None = None, *, patience: float = 30.0) -> Submitted:
+    async def submit(self, spec: JobSpec, key: str | None = None, *, patience: float = 5.0) -> Submitted:
         """Submit a job and return it once it is durable.
 
         Without ``key`` a new one is made, so that a repetition after a lost answer finds the same job: an

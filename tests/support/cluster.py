@@ -1,4 +1,4 @@
-"""A coordinator and agents as real processes, to be killed and restarted; leaving it proves that none is left behind."""
+"""A coordinator and agents as real processes, to be killed and restarted; leaving it proves that none is left."""
 
 from __future__ import annotations
 
