@@ -220,7 +220,7 @@ class Session:
         self.storage_problem = reason
 
     def to_remove(self) -> list[ResultKey]:
-        """Return, once, the entries whose files are no longer needed."""
+        """Return, once, the entries whose files are no longer needed; remove them before more is stored."""
         keys, self._stored_keys_to_remove = self._stored_keys_to_remove, []
         return keys
 

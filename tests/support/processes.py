@@ -24,3 +24,9 @@ def alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted({int(child) for task in tasks for child in task.read_text().split()})
