@@ -6,34 +6,34 @@ Never unpickles and never runs code from a model's repository.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
-import os
-import shutil
-import tempfile
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from eval_kernel.errors import (
-    DirectoryUnusable,
-    ModelCorrupt,
-    ModelNeedsCode,
-    ModelNotFound,
-    ModelUnsupported,
-    reason,
-)
+from eval_kernel.cachedir import remembered
+from eval_kernel.conversion import from_gguf, from_hub
+from eval_kernel.errors import ModelCorrupt, ModelNeedsCode, ModelNotFound, ModelUnsupported, reason
 from eval_kernel.plan import digest_json
 from eval_kernel.roots import Roots, allowed
 from eval_kernel.spec import ModelSpec
 
 #: Safetensors names of the float formats a checkpoint may hold, and ours for them.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: Bits of one element in safetensors' formats; of an unknown one the length is not checked.
+BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
 #: A header beyond this is no safetensors header (the format's own limit).
 MAX_HEADER = 100_000_000
 #: config.json keys that say where a model came from or what wrote it, not what it computes.
@@ -46,8 +46,6 @@ _INCIDENTAL = {
     "use_cache",
     "_commit_hash",
 }
-#: Raised when the conversion of GGUF files changes.
-GGUF_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,8 @@ class Checkpoint:
     tokenizer: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    vocabulary: int  # token ids the model knows: 0 .. vocabulary-1
+    max_context: int | None  # positions the model was made for, where it states them
 
     @property
     def dtype(self) -> str:
@@ -84,12 +84,6 @@ class Checkpoint:
         """Elements of all stored tensors (a tied head is stored, and counted, once)."""
         return sum(prod(info.shape) for info in self.tensors.values())
 
-    @property
-    def text_config(self) -> dict[str, Any]:
-        """The part of the configuration that describes the language model."""
-        nested = self.config.get("text_config")
-        return {**self.config, **nested} if isinstance(nested, dict) else self.config
-
 
 def find(spec: ModelSpec, roots: Roots, cache: Path, note: Callable[[str], None]) -> Checkpoint:
     """Locate a model and check its files. Raises the ``Model...`` errors, ``PathRefused`` and ``DirectoryUnusable``."""
@@ -97,8 +91,12 @@ def find(spec: ModelSpec, roots: Roots, cache: Path, note: Callable[[str], None]
     tokenizer = directory
     if spec.tokenizer is not None:
         tokenizer = _directory(spec.tokenizer, None, roots, cache, note, weights=False)
-    config = _config(directory)
-    return Checkpoint(directory, tokenizer, config, _tensors(directory))
+    config, text = _config(directory)
+    tensors = _tensors(directory)
+    _check_layers(directory, tensors, text)
+    limit = getattr(text, "max_position_embeddings", None)
+    max_context = limit if isinstance(limit, int) and limit > 0 else None
+    return Checkpoint(directory, tokenizer, config, tensors, int(text.vocab_size), max_context)
 
 
 def _directory(
@@ -111,13 +109,17 @@ def _directory(
     weights: bool,
 ) -> Path:
     if source.startswith("hub:"):
-        return _from_hub(source.removeprefix("hub:"), revision, note, weights=weights)
+        return from_hub(source.removeprefix("hub:"), revision, note, weights=weights)
     path = allowed(Path(source), roots)
-    if path.is_file() and path.suffix.lower() == ".gguf":
-        return _from_gguf(path, cache, note)
-    if path.is_dir():
+    try:
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise ModelNotFound(f"model {source}: cannot be read on this node ({error.strerror})") from None
+    if is_file and path.suffix.lower() == ".gguf":
+        return from_gguf(path, cache, note)
+    if is_directory:
         return path
-    if path.is_file():
+    if is_file:
         raise ModelUnsupported(
             f"model {source}: a single file must be a .gguf; for safetensors give the directory that holds config.json"
         )
@@ -129,7 +131,8 @@ def _directory(
 # ---------------------------------------------------------------- config and safetensors
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def _config(directory: Path) -> tuple[dict[str, Any], Any]:
+    """Return config.json as it stands, and what transformers makes of the part that describes the language model."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -137,11 +140,13 @@ def _config(directory: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"model {directory}: no config.json in it; give the directory of a transformers model"
         ) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise ModelCorrupt(f"model {path}: cannot be read as JSON ({reason(error)})") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelCorrupt(f"model {path}: has no model_type")
-    from transformers import CONFIG_MAPPING
+        raise ModelCorrupt(f"model {path}: has no model_type; give the directory of a transformers model")
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if config["model_type"] not in CONFIG_MAPPING:
         if "auto_map" in config:
@@ -150,9 +155,26 @@ def _config(directory: Path) -> dict[str, Any]:
                 "(auto_map), which is never run; use a model that transformers knows"
             )
         raise ModelUnsupported(
-            f"model {directory}: model_type {config['model_type']!r} is unknown to the installed transformers"
+            f"model {directory}: model_type {config['model_type']!r} is unknown to the installed transformers "
+            f"({version('transformers')}); install a newer one or use another model"
         )
-    return config
+    if "quantization_config" in config:
+        method = config["quantization_config"]
+        method = method.get("quant_method", "unknown") if isinstance(method, dict) else "unknown"
+        raise ModelUnsupported(
+            f"model {directory}: its weights are quantised ({method}); give the unquantised model, or a GGUF file"
+        )
+    try:
+        parsed = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        text = parsed.get_text_config()
+        vocabulary = int(text.vocab_size)
+    except Exception as error:  # noqa: BLE001 - a wrong type or value anywhere in the file gives an error of its own type
+        raise ModelCorrupt(f"model {path}: transformers refuses it ({reason(error)})") from None
+    if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or vocabulary < 1:
+        raise ModelUnsupported(
+            f"model {directory}: a {config['model_type']} is no causal language model: it cannot predict the next token"
+        )
+    return config, text
 
 
 def _tensors(directory: Path) -> dict[str, TensorInfo]:
@@ -161,6 +183,8 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
         try:
             weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
             files = sorted(set(weight_map.values()))
+            if not all(isinstance(name, str) for name in files):
+                raise TypeError("a file's name is not a string")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelCorrupt(f"model {index}: cannot be read as an index of shards ({reason(error)})") from None
     else:
@@ -184,9 +208,26 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
     lost = sorted(set(weight_map) - set(tensors))
     if lost:
         raise ModelCorrupt(
-            f"model {directory}: the index names the tensor {lost[0]}, which no file holds ({len(lost)} such)"
+            f"model {directory}: the index names the tensor {lost[0]}, which no file holds ({len(lost)} such); "
+            "copy the model again"
         )
     return tensors
+
+
+def _check_layers(directory: Path, tensors: dict[str, TensorInfo], config: Any) -> None:
+    """Refuse a checkpoint with more layers than its configuration says: the rest would be left out without a word."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return
+    # Layers that draft several tokens ahead come after the others and take no part in scoring.
+    drafting = getattr(config, "num_nextn_predict_layers", None) or 0
+    for name in sorted(tensors):
+        found = re.match(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.", name)
+        if found and int(found[1]) >= layers + drafting:
+            raise ModelCorrupt(
+                f"model {directory}: config.json says {layers} layers, but the weights have {name}; "
+                "put the config.json that belongs to them beside them"
+            )
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -194,33 +235,39 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
     Format: 8 bytes little-endian header length, JSON header, tensor data (https://github.com/huggingface/safetensors).
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
-            raise ModelCorrupt(f"model {path}: not a safetensors file, or cut off in its header ({size} bytes)")
-        try:
-            header = json.loads(file.read(length))
-            entries = {k: v for k, v in header.items() if k != "__metadata__"}
-            base = 8 + length
-            tensors = {
-                name: TensorInfo(
-                    path,
-                    base + e["data_offsets"][0],
-                    base + e["data_offsets"][1],
-                    e["dtype"],
-                    tuple(e["shape"]),
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > MAX_HEADER or 8 + length > size:
+                raise ModelCorrupt(
+                    f"model {path}: no safetensors file, or cut off in its header ({size} bytes); copy the file again"
                 )
-                for name, e in entries.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ModelCorrupt(f"model {path}: its safetensors header is damaged ({reason(error)})") from None
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
+    base = 8 + length
+    try:
+        tensors = {name: _tensor(path, base, e) for name, e in json.loads(raw).items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelCorrupt(
+            f"model {path}: its safetensors header is damaged ({reason(error)}); copy the file again"
+        ) from None
     expected = max((t.end for t in tensors.values()), default=base)
     if expected != size:
         verb = "cut off" if size < expected else "too long"
         raise ModelCorrupt(f"model {path}: {verb}: {size} bytes, its header says {expected}; copy the file again")
     return tensors
+
+
+def _tensor(path: Path, base: int, entry: dict[str, Any]) -> TensorInfo:
+    start, end = (int(x) for x in entry["data_offsets"])
+    shape = tuple(int(x) for x in entry["shape"])
+    bits = BITS.get(entry["dtype"])
+    if min(start, end - start, *shape, 0) < 0 or (bits is not None and prod(shape) * bits != (end - start) * 8):
+        raise ValueError(f"{entry['dtype']} of shape {list(shape)} in bytes {start} to {end}")
+    return TensorInfo(path, base + start, base + end, entry["dtype"], shape)
 
 
 # ---------------------------------------------------------------- digests
@@ -231,25 +278,12 @@ def weights_digest(checkpoint: Checkpoint, cache: Path) -> str:
 
     Independent of how the tensors are spread over files. Remembered by path, size and time of change.
     """
-    state = [
-        [str(p), s.st_size, s.st_mtime_ns, s.st_ino]
-        for p in sorted({t.file for t in checkpoint.tensors.values()})
-        for s in [p.stat()]
-    ]
-    memo = cache / "digests" / hashlib.sha256(json.dumps([GGUF_FORMAT, state]).encode()).hexdigest()
     try:
-        content = memo.read_text()
-    except OSError:
-        content = _content_digest(checkpoint)
-        try:
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            temp = memo.with_name(f"{memo.name}.{os.getpid()}")
-            temp.write_text(content)
-            temp.replace(memo)
-        except OSError as error:
-            raise DirectoryUnusable(
-                f"the cache directory {cache} cannot be written ({error.strerror}): free space or choose another"
-            ) from None
+        content = remembered(
+            cache, sorted({t.file for t in checkpoint.tensors.values()}), lambda: _content_digest(checkpoint)
+        )
+    except OSError as error:
+        raise ModelNotFound(f"model {checkpoint.directory}: cannot be read on this node ({error.strerror})") from None
     config = {k: v for k, v in checkpoint.config.items() if k not in _INCIDENTAL}
     return digest_json([content, config])
 
@@ -268,79 +302,3 @@ def _content_digest(checkpoint: Checkpoint) -> str:
         for mapped in maps.values():
             mapped.close()
     return "sha256:" + total.hexdigest()
-
-
-# ---------------------------------------------------------------- Hub and GGUF
-
-
-def _from_hub(name: str, revision: str | None, note: Callable[[str], None], *, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    note(f"fetching {name} from the Hub")
-    patterns = ["*.json", "tokenizer*", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # noqa: BLE001 - a dozen unrelated types, all of which mean: not to be had here
-        raise ModelNotFound(
-            f"model hub:{name}: cannot be loaded on this node ({reason(error)}); "
-            "check name, revision, token and network"
-        ) from None
-
-
-def _from_gguf(path: Path, cache: Path, note: Callable[[str], None]) -> Path:
-    """Convert a GGUF file to a float32 safetensors directory in the cache, once, and return the directory."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelCorrupt(f"model {path}: not a GGUF file (it does not begin with the letters GGUF)")
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    home = cache / "gguf"
-    target = home / f"{digest}-{GGUF_FORMAT}"
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        with (home / f"{digest}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                note("converting the GGUF file to safetensors (once)")
-                temp = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
-                try:
-                    _convert_gguf(path, temp)
-                    temp.replace(target)
-                finally:
-                    shutil.rmtree(temp, ignore_errors=True)
-    except OSError as error:
-        raise DirectoryUnusable(
-            f"the cache directory {cache} cannot be used ({error.strerror}): free space or choose another"
-        ) from None
-    return target
-
-
-def _convert_gguf(path: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent),
-            gguf_file=path.name,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # noqa: BLE001 - numpy's, struct's and missing keys' errors; all mean: damaged or unknown
-        raise ModelCorrupt(
-            f"model {path}: cannot be read as GGUF ({reason(error)}); copy or convert it again"
-        ) from None
-    # transformers refuses to save what came from GGUF; a plain model with the same weights it saves.
-    config = type(model.config).from_dict(
-        {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
-    )
-    plain = type(model)(config)
-    plain.load_state_dict(model.state_dict())
-    plain.save_pretrained(target, safe_serialization=True)
-    tokenizer.save_pretrained(target)

@@ -7,13 +7,11 @@ hold. Windows and scoring are other modules' business.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eval_kernel.cachedir import locked, unusable
 from eval_kernel.documents import Source
 from eval_kernel.errors import DatasetEmpty, DirectoryUnusable
 
@@ -87,16 +86,16 @@ def load(
 
     Raises the errors of ``documents`` and ``DirectoryUnusable``.
     """
-    key = _key(source, tokenizer_digest, join)
+    path = _path(source, tokenizer_digest, join, cache)
     try:
-        with _locked(cache, key) as path:
+        with locked(path):
             found = _open(path) if path.exists() else None
             if found is None:
                 note("tokenising the dataset")
                 _build(path, source, tokenizer, join)
                 found = _open(path)
     except OSError as error:
-        raise _unusable(cache, error) from None
+        raise unusable(cache, error) from None
     if found is None:
         raise DirectoryUnusable(
             f"the cache directory {cache} does not give back what was written to it; choose another"
@@ -106,30 +105,15 @@ def load(
 
 def forget(source: Source, tokenizer_digest: str, join: str | None, cache: Path) -> None:
     """Remove a corpus from the cache (it turned out to be damaged); the next ``load`` builds it anew."""
+    path = _path(source, tokenizer_digest, join, cache)
     try:
-        with _locked(cache, _key(source, tokenizer_digest, join)) as path:
+        with locked(path):
             shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        raise _unusable(cache, error) from None
+        raise unusable(cache, error) from None
 
 
-@contextmanager
-def _locked(cache: Path, key: str) -> Iterator[Path]:
-    """Hold the lock of one corpus, against other threads and processes of this node; gives its directory."""
-    home = cache / "corpora"
-    home.mkdir(parents=True, exist_ok=True)
-    with (home / f"{key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield home / key
-
-
-def _unusable(cache: Path, error: OSError) -> DirectoryUnusable:
-    return DirectoryUnusable(
-        f"the cache directory {cache} cannot be used ({error.strerror or error}): free space or choose another"
-    )
-
-
-def _key(source: Source, tokenizer_digest: str, join: str | None) -> str:
+def _path(source: Source, tokenizer_digest: str, join: str | None, cache: Path) -> Path:
     parts = [
         FORMAT,
         version("tokenizers"),
@@ -138,7 +122,7 @@ def _key(source: Source, tokenizer_digest: str, join: str | None) -> str:
         tokenizer_digest,
         join,
     ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    return cache / "corpora" / hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _open(path: Path) -> Corpus | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from eval_kernel.errors import (
     ModelUnsupported,
     OutOfMemory,
     PrecisionUnsupported,
+    ShardError,
     SpecError,
+    reason,
 )
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
 from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
@@ -137,17 +139,17 @@ class Engine:
         note("reading the model's files")
         found = checkpoint.find(spec.model, roots, cache, note)
         tok = tokenizer.load(found.tokenizer)
-        limit = found.text_config.get("max_position_embeddings")
+        limit = found.max_context
         wanted = spec.window.context
         if isinstance(wanted, int):
             context = wanted
-            if isinstance(limit, int) and context > limit:
+            if limit is not None and context > limit:
                 raise ContextTooLong(
                     f"window.context is {context}, but the model was made for at most {limit} tokens; "
                     f"write {limit} or less"
                 )
         else:
-            context = min(limit, DEFAULT_CONTEXT) if isinstance(limit, int) else DEFAULT_CONTEXT
+            context = DEFAULT_CONTEXT if limit is None else min(limit, DEFAULT_CONTEXT)
         bos, prefix_token, prefix_kind = _resolve_bos(spec, tok)
         try:
             rule = spec.window.rule(context, bos)
@@ -156,11 +158,11 @@ class Engine:
         note("finding the dataset")
         source = documents.find(spec.dataset, roots)
         data = corpus.load(source, tok.backend, tok.digest, spec.window.join, cache, note)
-        vocabulary = int(found.text_config["vocab_size"])
         highest = max(int(data.tokens.max()), prefix_token or 0)
-        if highest >= vocabulary:
+        if highest >= found.vocabulary:
             raise ModelUnsupported(
-                f"the tokenizer yields token {highest}, the model knows {vocabulary}: they do not belong together"
+                f"model {spec.model.source}: the tokenizer yields token {highest}, the model knows {found.vocabulary}: "
+                "they do not belong together; set model.tokenizer"
             )
         dtype = {"auto": found.dtype, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[spec.precision]
         if spec.precision == "auto" and dtype == "float64":
@@ -177,8 +179,8 @@ class Engine:
             "weights_digest": checkpoint.weights_digest(found, cache),
             "model_type": str(found.config["model_type"]),
             "parameters": found.num_parameters,
-            "vocabulary": vocabulary,
-            "max_context": limit if isinstance(limit, int) else None,
+            "vocabulary": found.vocabulary,
+            "max_context": limit,
             "dtype": dtype,
             "policy": spec.window.policy,
             "context": context,
@@ -213,25 +215,39 @@ class Evaluation:
         cut = self._inputs.layout
         windows = list(cut.windows(shard.first_window, shard.windows))
         if cut.shard_digest(windows) != shard.digest:
-            corpus.forget(
-                self._inputs.source, self._inputs.tokenizer.digest, self._spec.window.join, self._config.cache
-            )
-            raise DataChanged(
-                f"shard {shard.index}: its tokens on this node are not those it was planned with; "
-                "the token cache was dropped"
-            )
+            self._drop_corpus(shard)
         started = time.perf_counter()
         try:
             losses = scoring.score(self._model, [self._row(w) for w in windows], self._manifest.batch_tokens, beat)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"shard {shard.index}: {error}; lower batch.tokens (now {self._manifest.batch_tokens})"
-            ) from None
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise self._no_memory(shard, error) from None
+        except RuntimeError as error:
+            if "allocate memory" in str(error):  # how torch's CPU allocator says it
+                raise self._no_memory(shard, error) from None
+            raise ShardError(f"shard {shard.index}: scoring failed on {self._model.device} ({reason(error)})") from None
         partial = self._sum(shard, windows, losses)
+        if (partial.tokens, partial.bytes, partial.words) != (shard.tokens, shard.bytes, shard.words):
+            self._drop_corpus(shard)
         return ScoredShard(partial, self._execution(time.perf_counter() - started))
 
     def close(self) -> None:
         """Let go of the corpus; the engine keeps the model for the next job that uses it."""
+
+    def _drop_corpus(self, shard: ShardPlan) -> NoReturn:
+        """The tokens that are mapped are not the plan's. The next ``open`` makes them anew."""
+        inputs = self._inputs
+        corpus.forget(inputs.source, inputs.tokenizer.digest, self._spec.window.join, self._config.cache)
+        raise DataChanged(
+            f"shard {shard.index}: its tokens on this node are not those it was planned with; "
+            "the token cache was dropped"
+        )
+
+    def _no_memory(self, shard: ShardPlan, error: BaseException) -> OutOfMemory:
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return OutOfMemory(
+            f"shard {shard.index}: {reason(error)}; lower batch.tokens (now {self._manifest.batch_tokens})"
+        )
 
     def _row(self, window: layout.Placed) -> scoring.Row:
         tokens = self._inputs.corpus.tokens

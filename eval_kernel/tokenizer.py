@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval_kernel.errors import ModelUnsupported, reason
+from eval_kernel.errors import ModelNeedsCode, ModelUnsupported, reason
 from eval_kernel.plan import digest_json
+
+#: Files that hold a vocabulary, in transformers' formats.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "spiece.model", "sentencepiece*.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,25 @@ class Tokenizer:
 
 
 def load(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a model directory. Raises ``ModelUnsupported`` where there is none that gives offsets."""
+    """Load the tokenizer of a model directory. Raises ``ModelUnsupported`` and ``ModelNeedsCode``."""
     from transformers import AutoTokenizer
 
+    # Without any of these, transformers may make up a tokenizer that knows nothing.
+    if not any(found for pattern in VOCABULARIES for found in directory.glob(pattern)):
+        raise ModelUnsupported(
+            f"tokenizer {directory}: no tokenizer file in it (looked for {', '.join(VOCABULARIES)}); "
+            "set model.tokenizer to a directory or hub:owner/name that has one"
+        )
     try:
         outer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
         )
     except Exception as error:  # noqa: BLE001 - missing files, bad JSON, unknown classes each raise a type of their own
+        if "trust_remote_code" in str(error):
+            raise ModelNeedsCode(
+                f"tokenizer {directory}: needs Python code from its repository, which is never run; "
+                "set model.tokenizer to one that transformers knows"
+            ) from None
         raise ModelUnsupported(
             f"tokenizer {directory}: cannot be loaded ({reason(error)}); set model.tokenizer to one that can"
         ) from None

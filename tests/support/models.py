@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 #: Vocabulary of the character tokenizer and of every analytic model.
 V = 64
@@ -251,5 +252,6 @@ def _llama(*, hidden: int, intermediate: int) -> Any:
 
 
 def _save(model: Any, directory: Path) -> Path:
+    logging.disable_progress_bar()
     model.float().save_pretrained(directory)
     return directory
