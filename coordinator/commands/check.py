@@ -29,7 +29,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a coordinator can run here, or that one answers; a remedy for each failure. Exits 1 on any."""
+    """Prove that a coordinator can run here, or that one answers. Prints a remedy for each failure; exits 1 on any."""
     from coordinator.check import examine, exit_code, lines
 
     config = ServeConfig(listen=listen, data_dir=(data_dir or default_data_dir()).expanduser().absolute())

@@ -15,7 +15,11 @@ def demo(
         "demo-out"
     ),
 ) -> None:
-    """Evaluate a real model with a coordinator and two agents here, kill one, and prove that the number is exact."""
+    """See it all work on this machine.
+
+    Evaluates a real model on real text with a coordinator and two agents, kills one of them half-way, and proves that
+    the number is exact: against the manifest, and bit by bit against the reference evaluator.
+    """
     from coordinator.demo import DemoConfig, run
 
     raise typer.Exit(run(DemoConfig(out), console()))

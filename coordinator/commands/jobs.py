@@ -28,7 +28,7 @@ def submit(
     as_json: AsJson = False,
     address: Address = ADDRESS,
 ) -> None:
-    """Submit a job and print its id; with --watch, follow it and exit as `wait` does."""
+    """Submit a job and print its id. With --watch, follow it and exit as `wait` does."""
     spec = load_spec(job_file)
 
     async def action(client: Client) -> Submitted:
@@ -44,7 +44,7 @@ def submit(
 
 
 def watch(job: Job, as_json: AsJson = False, address: Address = ADDRESS) -> None:
-    """Show a job's progress until it is settled; exits as `wait` does. With --json, one JSON text per change."""
+    """Show a job's progress until it is settled. Exits as `wait` does. With --json, one JSON text per change."""
     raise typer.Exit(call(address, lambda client: _watch(client, job, as_json)))
 
 
@@ -56,7 +56,11 @@ def wait(
     as_json: AsJson = False,
     address: Address = ADDRESS,
 ) -> None:
-    """Wait for a job: 0 succeeded; 1 failed, cancelled or incomplete; 2 refused or unreachable; 3 timeout."""
+    """Wait until a job is settled.
+
+    Exits 0 when it succeeded, 1 when it failed, was cancelled or is incomplete, 2 when the call was refused or nobody
+    answers, 3 when the time is over.
+    """
 
     async def action(client: Client) -> tuple[JobStatus, int]:
         async with asyncio.timeout(timeout):

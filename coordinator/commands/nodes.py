@@ -10,7 +10,7 @@ from coordinator.live import duration, plain, speed
 
 
 def nodes(as_json: AsJson = False, address: Address = ADDRESS) -> None:
-    """List the nodes known since the coordinator started, and what each does."""
+    """List the nodes and what each does."""
     listed = call(address, lambda client: client.nodes())
     if as_json:
         print_json([node.to_json() for node in listed])

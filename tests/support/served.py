@@ -111,7 +111,7 @@ class HandAgent:
 
 @asynccontextmanager
 async def served(
-    journal: Any, *, timings: Timings = TIMINGS, config: SchedulerConfig | None = None
+    journal: Any, *, timings: Timings = TIMINGS, config: SchedulerConfig | None = None, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[Served]:
     """Serve a scheduler that has replayed ``journal`` (one with ``facts``) until the context is left."""
     config = config or SchedulerConfig()
@@ -126,7 +126,7 @@ async def served(
 
     runtime = Runtime(scheduler, journal, timings, on_serving=serving)
     server = Server(runtime, config, journal.identity)
-    await server.start("127.0.0.1:0")
+    await server.start(listen)
     await server.serving(True)
     running = asyncio.create_task(runtime.run())
     channel = insecure_channel(server.address)

@@ -1,0 +1,99 @@
+"""The command line in this process: exit codes, one line of error, and no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from coordinator import cli
+from coordinator.commands import jobs
+from coordinator.status import Failure, JobState, JobStatus
+from eval_kernel import __version__, errors
+
+
+def every_error(root: type[errors.FedevalError] = errors.FedevalError) -> list[type[errors.FedevalError]]:
+    """Return every class of the tree."""
+    return [root, *(found for child in root.__subclasses__() for found in every_error(child))]
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_each_error_is_one_line_and_its_own_exit_code(
+    kind: type[errors.FedevalError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever error a command meets, its text is on one line of standard error and its class gives the code."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise kind("what is\nwrong")
+
+    monkeypatch.setattr(jobs, "call", fail)
+    code = cli.run(["jobs"])
+    written = capsys.readouterr()
+
+    assert kind.exit_code == code != 0
+    assert "eval-coordinator: error: what is wrong\n" == written.err
+    assert "" == written.out
+
+
+def test_an_interrupt_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C gives the shell's own code."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "call", interrupt)
+
+    assert cli.INTERRUPTED == cli.run(["jobs"])
+    assert "" == capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version needs no command."""
+    assert 0 == cli.run(["--version"])
+    assert f"eval-coordinator {__version__}\n" == capsys.readouterr().out
+
+
+def test_without_a_command_the_help_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten commands, and the code of a wrong command line."""
+    assert 2 == cli.run([])
+    written = capsys.readouterr().out
+    for command in ("serve", "submit", "watch", "wait", "jobs", "nodes", "report", "cancel", "check", "demo"):
+        assert f"\n  {command} " in written
+
+
+def test_a_job_explains_itself() -> None:
+    """The failure where there is one, the reasons where it waits, and a word where all goes well."""
+    base: dict[str, object] = dict.fromkeys(JobStatus.__slots__)
+    running = JobStatus(**{**base, "state": JobState.RUNNING, "waiting": ()})  # type: ignore[arg-type]
+    waiting = JobStatus(**{**base, "state": JobState.RUNNING, "waiting": ("a", "b")})  # type: ignore[arg-type]
+    failure = Failure("CODE", "why")
+    failed = JobStatus(**{**base, "state": JobState.FAILED, "waiting": (), "failure": failure})  # type: ignore[arg-type]
+    done = JobStatus(**{**base, "state": JobState.SUCCEEDED, "waiting": ()})  # type: ignore[arg-type]
+
+    assert ["nothing is in its way"] == jobs.explanation(running)
+    assert ["a", "b"] == jobs.explanation(waiting)
+    assert ["CODE: why"] == jobs.explanation(failed)
+    assert [] == jobs.explanation(done)
+
+
+def test_the_coordinator_needs_nothing_of_the_agents() -> None:
+    """Every module of the coordinator can be imported where torch and its kin are missing."""
+    code = """
+import importlib, pkgutil, sys
+class Missing:
+    names = {"torch", "torchao", "transformers", "tokenizers", "safetensors", "gguf", "datasets", "numpy", "psutil"}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import coordinator
+for module in pkgutil.walk_packages(coordinator.__path__, "coordinator."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (0, "") == (result.returncode, result.stderr)
