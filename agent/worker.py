@@ -235,6 +235,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     pipe = Pipe()
     die_with_parent(given.parent)
+    # A service manager signals every process of a service; when to stop is the agent's to say.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     # The parent sends it before it ends a hung worker, so that the log says where it hung.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

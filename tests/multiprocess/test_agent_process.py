@@ -90,13 +90,14 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_sigterm_drains(tmp_path: Path) -> None:
-    """SIGTERM lets the running shard end and be acknowledged; exit code 0, no process, no spool entry left."""
+    """SIGTERM, to all processes as a service manager sends it, lets the running shard end; then exit code 0."""
     spec = fake_spec(shards=6, delay=0.8)
 
     async def body(coordinator: FakeCoordinator) -> None:
         job = coordinator.add_job("job", spec, reference_plan(spec))
         async with a_process(tmp_path, coordinator.address) as process:
             worker = await working(coordinator, process)
+            os.kill(worker, signal.SIGTERM)
             process.send_signal(signal.SIGTERM)
             code = await process.wait()
 

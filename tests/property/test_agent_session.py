@@ -367,3 +367,18 @@ def test_a_full_disk_stops_work_and_requests() -> None:
     session.stored([entry.key for entry in session.to_store()])
     assert 1 == len(session.to_send())
     assert session.next_work() is not None
+
+
+def test_answers_to_the_rest_of_a_dropped_plan_are_ignored() -> None:
+    """After one part was unwanted, what is said of the parts in flight changes nothing."""
+    session = Session(credit=CREDIT, part_shards=1)
+    session.registered("c0")
+    session.assigned([Work("j0", "{}")])
+    session.next_work()
+    session.finished(JobPlan("m", (shard(0), shard(1), shard(2))))
+    session.stream_opened()
+    session.to_send()
+    answers = [session.acknowledged(sequence, Verdict.UNWANTED, "settled") for sequence in (2, 1, 3)]
+
+    assert [True, False, False] == [answer is not None for answer in answers]
+    assert 0 == session.num_results
