@@ -322,7 +322,9 @@ class Executor:
         command += ["--parent", str(os.getpid()), "--options", json.dumps(options)]
         # -P keeps the working directory, which may hold a datasets/ or a tokenizers.py, out of the worker's path;
         # what this process imports from, the worker does too.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        paths = os.pathsep.join(path for path in sys.path if path)
+        # Nobody watches a worker: progress bars would only fill its log.
+        environment = {"TQDM_DISABLE": "1", **os.environ, "PYTHONPATH": paths}
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

@@ -55,7 +55,8 @@ class WorkerLog:
         """Append what a worker wrote."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[-4096:]
-        self._tail.extend(line.decode("utf-8", "replace")[:500] for line in lines if line.strip())
+        shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)  # what a terminal would still show
+        self._tail.extend(line.decode("utf-8", "replace")[:500] for line in shown if line.strip())
         if self.path is None:
             return
         try:

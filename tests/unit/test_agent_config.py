@@ -191,6 +191,14 @@ def test_the_last_lines_are_kept_without_a_file() -> None:
     assert expected == log.tail()
 
 
+def test_a_progress_bar_is_one_line() -> None:
+    """Of a line that was written over again and again the last state is kept."""
+    log = WorkerLog(None)
+    log.write(b"\r 1%\r50%\r100%\nthen\r\n")
+
+    assert ["100%", "then"] == log.tail()
+
+
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     """An unwritable log file is mentioned in the tail, and that is all."""
     log = WorkerLog(tmp_path / "no" / "such" / "worker.log")
