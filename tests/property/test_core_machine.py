@@ -15,10 +15,13 @@ from eval_kernel.errors import NotRegistered, StaleIncarnation
 from eval_kernel.tally import Tally
 from tests.support.core_cases import info, make_plan, make_scored, with_partial
 
-CONFIG = SchedulerConfig(lease_seconds=10.0, heartbeat_seconds=2.0, suspect_after_seconds=5.0, max_tries=2)
+FEW_TRIES, SOME_TRIES = (
+    SchedulerConfig(lease_seconds=10.0, heartbeat_seconds=2.0, suspect_after_seconds=5.0, max_tries=tries)
+    for tries in (1, 2)
+)
 AGENTS = ("a1", "a2", "a3")
 JOBS = ("j1", "j2")
-SHARDS = 5
+SHARDS = 3
 ROLES = (frozenset(Role), frozenset({Role.FORWARD}), frozenset({Role.PREPROCESS}))
 CODES = ("OUT_OF_MEMORY", "WORKER_CRASHED", "MODEL_NOT_FOUND", "MODEL_NOT_FINITE", "NEVER_HEARD_OF", "REFUSED")
 
@@ -33,20 +36,23 @@ class Coordinator(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.journal = MemoryJournal("m")
-        self.scheduler = Scheduler(CONFIG)
-        self.durable = Scheduler(CONFIG)  # what a restart would come to
+        self.config = SOME_TRIES
+        self.scheduler = Scheduler(self.config)
+        self.durable = Scheduler(SOME_TRIES)  # what a restart would come to, whatever its configuration
         self.pending: list[f.Facts] = []
         self.lives = dict.fromkeys(AGENTS, 0)
         self.held: dict[str, list[Holding]] = {agent: [] for agent in AGENTS}
         self.untold: list[tuple[str, int, str]] = []
         self.told: set[tuple[str, int, str]] = set()  # acknowledged as accepted: job, shard, digest
 
-    @initialize(job=st.just("j1"))
-    def first_job(self, job: str) -> None:
+    @initialize(config=st.sampled_from((FEW_TRIES, SOME_TRIES)))
+    def first_job(self, config: SchedulerConfig) -> None:
         """Most runs are about a job that runs."""
+        self.config = config
+        self.scheduler = Scheduler(config)
         self.register("a1", ROLES[0])
-        self.submit(job)
-        self.plan("a1", job, "data")
+        self.submit("j1")
+        self.plan("a1", "j1", "data")
 
     def record(self, facts: f.Facts) -> None:
         """Queue the facts of one call for the journal."""
@@ -166,6 +172,27 @@ class Coordinator(RuleBasedStateMachine):
             outcome = self.scheduler.shard_failed(*who, job, shard, code, "no", self.now)
         self.record(outcome.facts)
 
+    @rule(agent=agents, wrongly=st.booleans())
+    def struggle(self, agent: str, wrongly: bool) -> None:
+        """Take what there is and fail all of it, or report nonsense; each is a try, and a repetition is none."""
+        work = self.scheduler.acquire(*self.call(agent), 2, "", self.now)
+        if work is None or isinstance(work, PlanWork):
+            return
+        for shard in work.shards:
+            for repetition in range(2):
+                failures = self.scheduler.job(work.job).failures
+                if wrongly:
+                    scored = with_partial(make_scored(shard.index), words=0)
+                    outcome = self.scheduler.scored(*self.call(agent), work.job, scored, self.now)
+                else:
+                    outcome = self.scheduler.shard_failed(
+                        *self.call(agent), work.job, shard.index, "OUT_OF_MEMORY", "no", self.now
+                    )
+                self.record(outcome.facts)
+                counted = self.scheduler.job(work.job).failures - failures
+                settled = outcome.verdict is Verdict.UNWANTED
+                assert counted == int(repetition == 0 and not settled), f"{outcome} counted {counted} times"
+
     @rule(agent=agents, job=jobs, label=st.sampled_from(("data", "data", "other")))
     def plan(self, agent: str, job: str, label: str) -> None:
         """Report a plan: the first, the same again, or another."""
@@ -196,7 +223,7 @@ class Coordinator(RuleBasedStateMachine):
         """What was pending is gone, whoever waited for it was told nothing; the journal brings back the rest."""
         self.pending.clear()
         self.untold.clear()
-        restarted = Scheduler(CONFIG)
+        restarted = Scheduler(self.config)
         restarted.replay(self.journal.facts())
         assert self.durable.durable() == restarted.durable()
         assert () == restarted.nodes(self.now)
@@ -250,5 +277,5 @@ class Coordinator(RuleBasedStateMachine):
 
 TestCoordinator = Coordinator.TestCase
 TestCoordinator.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
