@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +38,29 @@ STATE = "fedeval-demo-state"
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """Where the demo works and how much it does. ``engine`` is the agents' (``None``: their default)."""
+    """Where the demo works and how much it does."""
 
     out: Path
     documents: int = DOCUMENTS
-    model: Path | None = None  # None: the GGUF file of the package
-    engine: str | None = None
 
 
 def run(config: DemoConfig, console: Console) -> int:
-    """Run the demo and return its exit code: 0 when every line of the proof holds. Raises ``FedevalError``."""
-    return asyncio.run(Demo(config, console).run())
+    """Run the demo and return its exit code: 0 when every line of the proof holds. Raises ``FedevalError``.
+
+    Ended by SIGINT, SIGTERM or SIGHUP it still ends its processes first.
+    """
+
+    async def main() -> int:
+        work = asyncio.current_task()
+        assert work is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+        return await Demo(config, console).run()
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def find_model() -> Path:
@@ -67,7 +80,7 @@ class Demo:
         self._config = config
         self._console = console
         self._out = config.out.absolute()
-        self._model = config.model or find_model()
+        self._model = find_model()
         self._job_file = self._out / "job.yaml"
         self._fleet = Fleet(self._out / STATE)
 
@@ -83,6 +96,7 @@ class Demo:
             self._say("")
             self._say(render_text(report).rstrip())
             paths = write_reports(report, self._out, "report")
+            self._fleet.end()  # the reference has the machine to itself
             self._say("\nThe same job once more, by the reference evaluator: one process, no coordinator, no network.")
             reference = await self._reference()
         lines = prove(report, reference)
@@ -160,8 +174,6 @@ class Demo:
         command = [sys.executable, "-m", "agent", "run", "--coordinator", address, "--name", name, "--site", "demo"]
         command += ["--state", str(state), "--cache", str(self._out / "cache"), "--threads", "1"]
         command += ["--root", str(self._model.parent)]
-        if self._config.engine is not None:
-            command += ["--engine", self._config.engine]
         return self._fleet.start(name, command)
 
     async def _reference(self) -> dict[str, Any]:

@@ -93,13 +93,18 @@ class Fleet:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End all: newest first, politely, then by force."""
+        """End all that is left."""
+        self.end()
+
+    def end(self) -> None:
+        """End all processes: newest first, politely, then by force."""
         for process in reversed(self._processes):
             process.terminate()
         deadline = time.monotonic() + PATIENCE
         for process in reversed(self._processes):
             process.wait(max(0.0, deadline - time.monotonic()))
             process.end_group()
+        self._processes.clear()
 
     def start(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> Process:
         """Start a process whose log is ``name``.log."""

@@ -14,6 +14,7 @@ def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where the job file, the logs and the reports go.")] = Path(
         "demo-out"
     ),
+    documents: Annotated[int, typer.Option(min=1, help="How many documents to score.")] = 22,
 ) -> None:
     """See it all work on this machine.
 
@@ -22,4 +23,4 @@ def demo(
     """
     from coordinator.demo import DemoConfig, run
 
-    raise typer.Exit(run(DemoConfig(out), console()))
+    raise typer.Exit(run(DemoConfig(out, documents), console()))

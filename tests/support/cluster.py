@@ -14,7 +14,7 @@ from coordinator.client import Client
 from coordinator.fleet import Process
 from coordinator.serve import ADDRESS_FILE
 from eval_kernel.spec import JobSpec
-from tests.support.processes import until
+from tests.support.processes import alive, until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "tests.support.fake_engine:FakeEngine"
@@ -22,6 +22,22 @@ ENGINE = "tests.support.fake_engine:FakeEngine"
 MARK = "FEDEVAL_TEST_CLUSTER"
 #: Seconds a process gets to end by itself once it should.
 PATIENCE = 20.0
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Return the living processes whose environment has this mark, with their command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if alive(int(entry.name)):
+                    found[int(entry.name)] = command
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # it has just ended, or is somebody else's
+    return found
 
 
 class Cluster:
@@ -91,19 +107,7 @@ class Cluster:
 
     def marked(self) -> dict[int, str]:
         """Return the living processes of this cluster, workers included, with their command lines."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                environment = (entry / "environ").read_bytes()
-                if f"{MARK}={self._mark}".encode() in environment:
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                        found[int(entry.name)] = command
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it has just ended, or is somebody else's
-        return found
+        return marked(self._mark)
 
     def logs(self) -> str:
         """Return the end of every process's log, for the message of a failing test."""
