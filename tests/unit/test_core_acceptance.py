@@ -113,7 +113,7 @@ def test_a_plan_that_cannot_be_run_is_refused(changes: dict[str, int], reason: s
     good = make_plan(3)
     shards = (good.shards[0], replace(good.shards[1], **changes), good.shards[2])  # type: ignore[arg-type]
     sums = {f"scored_{name}": sum(getattr(s, name) for s in shards) for name in ("tokens", "bytes", "words")}
-    plan = Plan(replace(good.manifest, **sums), shards)  # type: ignore[arg-type]
+    plan = Plan(replace(good.manifest, **sums), shards)
 
     assert unusable(good) is None
     assert reason in (unusable(plan) or "")

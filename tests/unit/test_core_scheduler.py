@@ -695,4 +695,4 @@ class TestViews:
         """Durations are positive and in order."""
         for wrong in ({"lease_seconds": 10.0}, {"max_tries": 0}, {"heartbeat_seconds": 20.0}):
             with pytest.raises(ConfigError):
-                SchedulerConfig(**wrong)  # type: ignore[arg-type]
+                SchedulerConfig(**wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,9 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("table", "states", "events"), MACHINES)
-def test_every_state_has_a_row_and_every_event_a_use(table: dict, states: type[Enum], events: type[Enum]) -> None:
+def test_every_state_has_a_row_and_every_event_a_use(
+    table: dict[Any, Any], states: type[Enum], events: type[Enum]
+) -> None:
     """A table has a row for each state, and uses each event."""
 
     assert set(states) == set(table)
@@ -47,7 +50,7 @@ def test_every_state_has_a_row_and_every_event_a_use(table: dict, states: type[E
 
 
 @pytest.mark.parametrize(("table", "state", "event"), MISSING)
-def test_a_step_that_is_not_in_the_table_is_refused(table: dict, state: Enum, event: Enum) -> None:
+def test_a_step_that_is_not_in_the_table_is_refused(table: dict[Any, Any], state: Enum, event: Enum) -> None:
     """Whatever the table lacks raises, and names state and event."""
     with pytest.raises(IllegalTransition, match=rf"{state.name} has no transition for \w+\.{event.name}"):
         advance(table, state, event)
