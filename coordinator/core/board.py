@@ -26,6 +26,7 @@ class Board:
         self.keys: dict[str, str] = {}  # client key -> job
         self.nodes: dict[str, Node] = {}
         self.nodes_changed = 0
+        self.offers = 0
         self.draining = False
         self._lease_seconds = lease_seconds
         self._superseded: dict[str, set[str]] = {}  # agent -> incarnations that have been replaced
@@ -56,12 +57,14 @@ class Board:
                 raise ValueError(f"the job {fact.job} or its key {fact.key!r} was used before")
             self.jobs[fact.job] = Job(fact, len(self.jobs))
             self.keys[fact.key] = fact.job
+            self.offers += 1
             return
         job = self.jobs[fact.job]
         match fact:
             case f.JobFailed() | f.JobCancelled():
                 self.return_job(job, self.nodes.values())
             case f.JobPlanned():
+                self.offers += 1
                 self._drop(job.plan_lease)
                 job.plan_lease = None
             case f.ShardCommitted() | f.ShardFailed(gives_up=True) | f.ShardExpired(gives_up=True):
@@ -174,6 +177,7 @@ class Board:
 
     def give_back(self, lease: Lease) -> None:
         """End a lease: its work waits again."""
+        self.offers += 1
         self._drop(lease)
         job = self.jobs[lease.holding.job]
         if lease.holding.shard == PLANNING:

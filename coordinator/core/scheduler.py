@@ -164,6 +164,9 @@ class Scheduler(Results):
                     self._board.give_back(lease)
                     if lease.holding == node.running:
                         facts += self._expired(node.agent, lease.holding, now)
+            for lapsed in [name for name in node.refusals if node.refuses(name, now) is None]:
+                del node.refusals[lapsed]
+                self._board.offers += 1
             before = node.state
             # A lease never outlives its node: it is granted or renewed by a call, which is a sign of life.
             if node.connected and now >= node.heard + self._config.lease_seconds:
@@ -171,6 +174,8 @@ class Scheduler(Results):
             elif node.state is NodeState.ACTIVE and now >= node.heard + self._config.suspect_after_seconds:
                 node.advance(NodeEvent.OVERDUE)
             self._board.nodes_changed += before is not node.state
+            # What was kept for a node that is gone now may go to others.
+            self._board.offers += before is not node.state
         return facts
 
     # ------------------------------------------------------------ readers
@@ -203,6 +208,11 @@ class Scheduler(Results):
     def changed(self, prefix: str) -> int:
         """Return a number that grows with each change of a job, or of a node, worth showing; raises ``UnknownJob``."""
         return self._board.find(prefix).changed + self._board.nodes_changed
+
+    @property
+    def offers(self) -> int:
+        """A number that grows whenever ``acquire`` may give something that it did not give before."""
+        return self._board.offers
 
     def check(self) -> None:
         """Raise ``AssertionError`` with a story when an invariant does not hold."""

@@ -691,6 +691,31 @@ class TestViews:
         assert sorted(set(seen)) == seen
         assert seen[2] == quiet
 
+    def test_new_work_moves_the_counter_of_offers(self) -> None:
+        """Who waits for work sees by one number when to ask again: also where nothing was journaled."""
+        scheduler = running_job(2, agents=2)
+        seen = [scheduler.offers]
+        take(scheduler, "a1", 0.0)
+        assert seen[-1] == scheduler.offers, "giving out is no offer"
+        scheduler.shard_failed("a1", "1", "j1", 0, "MODEL_NOT_FOUND", "no", 0.0)
+        seen.append(scheduler.offers)
+        take(scheduler, "a2", 10.0)
+        beat(scheduler, "a2", 30.0)
+        assert () == scheduler.tick(40.0)
+        seen.append(scheduler.offers)
+        scheduler.register(info("a1"), 59.0)
+        scheduler.shard_failed("a1", "1", "j1", 0, "MODEL_NOT_FOUND", "no", 60.0)
+        beat(scheduler, "a1", 119.0)
+        scheduler.tick(119.0)
+        before = scheduler.offers
+        scheduler.tick(120.0)
+        assert before < scheduler.offers, "the refusal has lapsed"
+        seen.append(scheduler.offers)
+        add_job(scheduler, 1, "j2", 120.0)
+        seen.append(scheduler.offers)
+
+        assert sorted(set(seen)) == seen
+
     def test_config_that_makes_no_sense_is_refused(self) -> None:
         """Durations are positive and in order."""
         for wrong in ({"lease_seconds": 10.0}, {"max_tries": 0}, {"heartbeat_seconds": 20.0}):
