@@ -1,8 +1,8 @@
 """Windows to losses: rows of equal length through the body, the head by chunks of positions, one loss per scored token.
 
-Nothing is padded and nothing is masked by token id. Chunks hold whole rows or even parts of one row, never fewer
-than ``MIN_ROWS`` positions where there is a choice, since matrix products of very few rows use other kernels and
-their last bits then depend on the batch. What the losses are summed into is the caller's business.
+Nothing is padded and nothing is masked by token id. No matrix product has fewer than ``MIN_ROWS`` rows: products of
+very few use other kernels, and their last bits then depend on the batch and the threads. A batch too small for that
+holds its rows more than once. What the losses are summed into is the caller's business.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eval_kernel.model import Model
 
 #: Positions whose logits exist at one time: 256 x 49,152 float32 are 50 MB.
 CHUNK = 256
-#: Rows shorter than this are scored one at a time: from about 37 on, the products' bits do not depend on the batch.
+#: From about 37 rows on, the bits of a product's rows depend neither on how many there are nor on the threads.
 MIN_ROWS = 40
 
 
@@ -49,7 +49,7 @@ def batches(rows: list[Row], budget: int) -> Iterator[list[int]]:
     for index, row in enumerate(rows):
         groups.setdefault((len(row.inputs), len(row.targets)), []).append(index)
     for (length, _), members in sorted(groups.items(), reverse=True):
-        size = 1 if length < MIN_ROWS else max(1, budget // length)
+        size = max(1, budget // length)
         for start in range(0, len(members), size):
             yield members[start : start + size]
 
@@ -61,7 +61,8 @@ def score(model: Model, rows: list[Row], budget: int, beat: Callable[[], None]) 
     """
     results: list[Losses | None] = [None] * len(rows)
     for members in batches(rows, budget):
-        ids = torch.from_numpy(np.stack([rows[i].inputs for i in members]).astype(np.int64)).to(model.device)
+        inputs = np.stack([rows[i].inputs for i in members])
+        ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64)).to(model.device)
         targets = torch.from_numpy(np.stack([rows[i].targets for i in members]).astype(np.int64)).to(model.device)
         with torch.inference_mode():
             losses = _losses(model, ids, targets)
@@ -74,32 +75,27 @@ def score(model: Model, rows: list[Row], budget: int, beat: Callable[[], None]) 
     return [r for r in results if r is not None]
 
 
+def _repeated(inputs: npt.NDArray[np.int32], least: int) -> npt.NDArray[np.int32]:
+    """The rows of a batch, over and over until there are ``least`` of them."""
+    return inputs if len(inputs) >= least else np.resize(inputs, (least, inputs.shape[1]))
+
+
 def _losses(model: Model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Losses [rows, scored] in float32."""
+    """Losses [rows, scored] in float32; ``ids`` may have more rows than ``targets``."""
     rows, scored = targets.shape
     if not model.split:
         return torch.cat([_loss(model.whole(ids[r : r + 1], scored)[0], targets[r]).unsqueeze(0) for r in range(rows)])
-    states = model.hidden(ids)[:, -scored:, :]
-    if scored < MIN_ROWS:
-        parts = [_loss(model.logits(states[r]), targets[r]) for r in range(rows)]
-        return torch.stack(parts)
-    if scored <= CHUNK // 2:
-        per = CHUNK // scored
-        flat = [
-            _loss(
-                model.logits(states[r : r + per].reshape(-1, states.shape[-1])),
-                targets[r : r + per].reshape(-1),
-            )
-            for r in range(0, rows, per)
-        ]
-        return torch.cat(flat).reshape(rows, scored)
-    count = -(-scored // CHUNK)
-    out = torch.empty(rows, scored, dtype=torch.float32, device=ids.device)
-    for r in range(rows):
-        for c in range(count):
-            a, b = scored * c // count, scored * (c + 1) // count
-            out[r, a:b] = _loss(model.logits(states[r, a:b]), targets[r, a:b])
-    return out
+    states = model.hidden(ids)[:rows, -scored:].flatten(0, 1)
+    # Even chunks of positions: none is small unless all are few.
+    positions = rows * scored
+    count = -(-positions // CHUNK)
+    losses = []
+    for c in range(count):
+        chunk = slice(positions * c // count, positions * (c + 1) // count)
+        part, wanted = states[chunk], targets.flatten()[chunk]
+        few = -(-MIN_ROWS // len(part))
+        losses.append(_loss(model.logits(part.repeat(few, 1))[: len(part)], wanted))
+    return torch.cat(losses).reshape(rows, scored)
 
 
 def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
