@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import typer
@@ -68,6 +70,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except _ClickException as error:
         return _usage(error)
+    except Exception as error:  # noqa: BLE001 - a fault of ours: the user gets one line, we get the place
+        return _fail(f"internal error at {_place(error)}: {type(error).__name__}: {error}; please report it", 1)
 
 
 def main() -> None:
@@ -88,6 +92,17 @@ def _usage(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     where = f"; see {context.command_path} --help" if context is not None else ""
     return _fail(f"{text[:1].lower()}{text[1:].rstrip('.')}{where}", 2)
+
+
+def _place(error: BaseException) -> str:
+    """Return file and line where an exception was raised, as far as it is our code."""
+    root = Path(__file__).resolve().parent.parent
+    place = "an unknown place"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename).resolve()
+        if file.is_relative_to(root) and "site-packages" not in file.relative_to(root).parts:
+            place = f"{file.relative_to(root)}:{line}"
+    return place
 
 
 def _fail(text: str, code: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -22,6 +22,17 @@ from eval_kernel.errors import JournalFull, Unavailable
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("coordinator")
+
+#: Facts that are worth a line of the log when they are decided, and what of them is.
+_LOGGED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "job_submitted": lambda fact: {"name": fact.name},
+    "job_planned": lambda fact: {"agent": fact.agent, "shards": len(fact.plan.shards)},
+    "job_failed": lambda fact: {"code": fact.code, "reason": fact.message},
+    "job_cancelled": lambda fact: {"reason": fact.reason},
+    "shard_expired": lambda fact: {"agent": fact.agent, "shard": fact.shard},
+    "plan_expired": lambda fact: {"agent": fact.agent},
+    "shard_diverged": lambda fact: {"agent": fact.agent, "shard": fact.shard},
+}
 
 
 def anchored_clock() -> Callable[[], float]:
@@ -79,6 +90,9 @@ class Runtime:
 
     def record(self, facts: Facts, *, work: bool) -> int:
         """Have facts written and wake who waits for changes (and for ``work``); return the last one's number."""
+        for fact in facts:
+            if fact.kind in _LOGGED:
+                _log.info(fact.kind.replace("_", " "), job=fact.job, **_LOGGED[fact.kind](fact))
         number = self._committer.put(facts)
         self.touch(work=work)
         return number

@@ -48,7 +48,7 @@ async def serve(config: ServeConfig, ready: Callable[[str], None] = lambda addre
             await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await server.stop(None)
-                running.result()  # crash-only: raises the error that ended it
+                running.result()  # raises the error that ended it: going on could break a promise
             await _drain(runtime, server, config)
         finally:
             for task in (running, stopped):

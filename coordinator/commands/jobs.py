@@ -11,10 +11,10 @@ from rich.text import Text
 
 from coordinator.client import Client, call
 from coordinator.commands.common import ADDRESS, Address, AsJson, Job, JobFile, console, print_json, say, table
-from coordinator.commands.report import conclude
+from coordinator.commands.report import without_number
 from coordinator.live import LiveView, duration, estimate, line, plain
 from coordinator.status import JobStatus, Submitted
-from eval_kernel.errors import TimedOut
+from eval_kernel.errors import JobIncomplete, TimedOut
 from eval_kernel.spec import load_spec
 
 
@@ -40,12 +40,12 @@ def submit(
     else:
         say(made.status.job)
     if watch:
-        raise typer.Exit(call(address, lambda client: _watch(client, made.status.job, as_json)))
+        call(address, lambda client: _watch(client, made.status.job, as_json))
 
 
 def watch(job: Job, as_json: AsJson = False, address: Address = ADDRESS) -> None:
     """Show a job's progress until it is settled. Exits as `wait` does. With --json, one JSON text per change."""
-    raise typer.Exit(call(address, lambda client: _watch(client, job, as_json)))
+    call(address, lambda client: _watch(client, job, as_json))
 
 
 def wait(
@@ -62,20 +62,21 @@ def wait(
     answers, 3 when the time is over.
     """
 
-    async def action(client: Client) -> tuple[JobStatus, int]:
+    async def action(client: Client) -> tuple[JobStatus, JobIncomplete | None]:
         async with asyncio.timeout(timeout):
             status = await client.settled(job)
-        return status, await conclude(client, status)
+        return status, await without_number(client, status)
 
     try:
-        status, code = call(address, action)
+        status, why = call(address, action)
     except TimeoutError:
         raise TimedOut(f"job {job} is not settled after {timeout:g} seconds; it goes on") from None
     if as_json:
         print_json(status.to_json())
     else:
         say(line(status))
-    raise typer.Exit(code)
+    if why is not None:
+        raise why
 
 
 def jobs(
@@ -128,7 +129,7 @@ def cancel(
         say(line(status))
 
 
-async def _watch(client: Client, job: str, as_json: bool) -> int:
+async def _watch(client: Client, job: str, as_json: bool) -> None:
     async with contextlib.aclosing(client.watch(job)) as statuses:
         if as_json:
             status: JobStatus | None = None
@@ -138,4 +139,6 @@ async def _watch(client: Client, job: str, as_json: bool) -> int:
         else:
             with LiveView(console()) as view:
                 status = await view.follow(statuses)
-    return await conclude(client, status)
+    why = await without_number(client, status)
+    if why is not None:
+        raise why

@@ -11,6 +11,7 @@ from coordinator.client import Client, call
 from coordinator.commands.common import ADDRESS, Address, AsJson, Job, print_json, say
 from coordinator.report import write_reports
 from coordinator.status import JobState, JobStatus
+from eval_kernel.errors import JobIncomplete
 from eval_kernel.report import render_text
 
 
@@ -35,8 +36,12 @@ def report(
         raise typer.Exit(1)
 
 
-async def conclude(client: Client, status: JobStatus) -> int:
-    """Return a settled job's exit code: 0 when it has its number, else 1."""
+async def without_number(client: Client, status: JobStatus) -> JobIncomplete | None:
+    """Return why a settled job has no number, ``None`` where it has one."""
     if status.state is not JobState.SUCCEEDED:
-        return 1
-    return 0 if (await client.report(status.job))["complete"] else 1
+        why = f"{status.failure.code}: {status.failure.message}" if status.failure else "see its report"
+        return JobIncomplete(f"job {status.job} {status.state.value}: {why}")
+    report = await client.report(status.job)
+    if report["complete"]:
+        return None
+    return JobIncomplete(f"job {status.job} has no number: {'; '.join(report['missing']['summary'])}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import structlog
 from fedeval.v1 import agents_pb2, agents_pb2_grpc
 from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN
 
@@ -15,6 +16,8 @@ from coordinator.rpc.guard import Context, guarded, name, required
 from coordinator.rpc.results import ResultStream
 from coordinator.runtime import Runtime
 from eval_kernel.errors import RequestInvalid, VersionRefused
+
+_log = structlog.get_logger("coordinator.rpc")
 
 #: How often a waiting Acquire looks even if nobody woke it, in seconds: work that only time frees shows then.
 _LOOK_AGAIN = 1.0
@@ -48,6 +51,7 @@ class AgentService(agents_pb2_grpc.AgentServiceServicer):
             raise RequestInvalid("roles is empty; an agent needs at least one role")
         await self._runtime.room()
         self._runtime.record(self._runtime.scheduler.register(info, self._runtime.now()), work=True)
+        _log.info("agent registered", agent=info.agent, site=info.site, version=info.version)
         await self._runtime.barrier()
         return agents_pb2.RegisterResponse(
             protocol=protocol,
