@@ -1,4 +1,4 @@
-"""What the benchmarks share: the real model and text, children that measure themselves, and the one JSON line at the end."""
+"""What the benchmarks share: the real model and text, children that measure themselves, and the last JSON line."""
 
 from __future__ import annotations
 

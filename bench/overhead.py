@@ -1,4 +1,4 @@
-"""What a coordinator and an agent cost: the wall time of a job on one agent against the bare scoring loop on the same shards.
+"""What a coordinator and an agent cost: a job's wall time on one agent against the bare scoring loop on its shards.
 
 The agent's worker has the model loaded (a small job ran before); planning, opening, leases, spool, journal and report
 are inside the measured time. Both sides use the same threads, one after the other, interleaved.
@@ -106,7 +106,9 @@ async def measure(windows: int, rounds: int) -> None:
                 print(f"round {number + 1}: bare loop {loop:6.2f} s, job {wall:6.2f} s, ratio {wall / loop:.3f}")
     ratios = [wall / loop for wall, loop in zip(jobs, loops, strict=True)]
     ratio = statistics.median(ratios)
-    print(f"job / bare loop: median {ratio:.3f}, best {min(ratios):.3f} over {rounds} rounds; sums equal to the last bit")
+    print(
+        f"job / bare loop: median {ratio:.3f}, best {min(ratios):.3f} over {rounds} rounds; sums equal to the last bit"
+    )
     common.finish(
         {
             "bench": "overhead",

@@ -77,10 +77,11 @@ class Results:
         if not 0 <= shard < len(found.shards):
             return Outcome(Verdict.REFUSED, f"job {job} has no shard {shard}: it has {len(found.shards)} shards")
         blame = by_code(code).blame
-        if blame is Blame.JOB:
+        # Wrong for everyone, or not at all: once shards have been scored, what is wrong is this node's copy.
+        if blame is Blame.JOB and not found.commits:
             text = f"shard {shard} on agent {agent}: {one_line(message)}"
             return Outcome(Verdict.ACCEPTED, "", self._board.record(f.JobFailed(job, code, text, now)))
-        if blame is Blame.NODE:
+        if blame in (Blame.JOB, Blame.NODE):
             return self._refuse(node, found, code, message, now)
         if agent not in found.shards[shard].granted:
             return Outcome(Verdict.DUPLICATE, f"agent {agent} holds no lease on shard {shard}: nothing to count")

@@ -8,16 +8,16 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from fedeval.wire.channel import KEEPALIVE_MS, client_options, server_options
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-
-from fedeval.wire.channel import KEEPALIVE_MS, client_options, server_options
 
 #: Both tables' intervals divided by this: what takes a minute in the field takes three seconds here.
 SPEED = 20
 
 
 def faster(options: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the options with every interval of keep-alive divided by ``SPEED``."""
     return [
         (name, value // SPEED if name.endswith(("_time_ms", "_timeout_ms", "_without_data_ms")) else value)
         for name, value in options

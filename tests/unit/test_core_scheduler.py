@@ -581,6 +581,19 @@ class TestResults:
 
         assert (f.JobFailed("j1", "MODEL_NOT_FINITE", "shard 0 on agent a1: lm_head", 1.0),) == outcome.facts
 
+    def test_a_fault_of_the_job_on_one_node_only_is_that_nodes(self) -> None:
+        """Where others have scored shards, a damaged copy of the model keeps its node from the job, and nothing else."""
+        scheduler = running_job(4, agents=2)
+        scheduler.scored("a1", "1", "j1", make_scored(0), 0.0)
+        take(scheduler, "a2", 0.0)
+        outcome = scheduler.shard_failed("a2", "1", "j1", 1, "MODEL_CORRUPT", "model.safetensors is cut off", 1.0)
+        scheduler.check()
+
+        assert () == outcome.facts
+        assert JobState.RUNNING is scheduler.job("j1").state
+        assert [] == take(scheduler, "a2", 2.0)
+        assert [1] == take(scheduler, "a1", 2.0)
+
     def test_six_agents_that_die_on_a_shard_quarantine_it(self) -> None:
         """Expiries are borne twice as often as failures, not for ever."""
         scheduler = running_job(2)
