@@ -6,9 +6,10 @@ What is in the directory is ``checkpoint``'s to judge.
 from __future__ import annotations
 
 import hashlib
+import io
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from eval_kernel.cachedir import locked, remembered, unusable
@@ -79,7 +80,8 @@ def _convert_gguf(path: Path, target: Path) -> None:
     alone.mkdir()
     (alone / "model.gguf").symlink_to(path.absolute())
     try:
-        with without_reports():
+        # The GGUF reader draws a progress bar of its own, which nothing else turns off.
+        with without_reports(), redirect_stderr(io.StringIO()):
             model, info = AutoModelForCausalLM.from_pretrained(
                 str(alone),
                 gguf_file="model.gguf",

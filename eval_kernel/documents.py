@@ -192,7 +192,7 @@ def _jsonl_documents(path: Path, spec: DatasetSpec) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.rstrip("\r\n"))  # so that a column is one of this line
         except json.JSONDecodeError as error:
             raise DatasetMalformed(
                 f"dataset {path}: line {number} is not JSON ({error.msg} at column {error.colno}); correct the line"

@@ -228,6 +228,59 @@ def write_random_llama(directory: Path, *, vocabulary: int = V, seed: int = 0, c
     return _save(model, directory)
 
 
+def write_gguf(path: Path, seed: int = 0) -> Path:
+    """A random two-layer Llama with a byte-level tokenizer, as one GGUF file of 400 kB."""
+    import gguf
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    vocabulary, width, inner, layers = 260, 64, 96, 2
+    tokens = [*bytes_to_unicode().values(), "<bos>", "<eos>", "th", "he"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(width)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3, 3, 1, 1])
+    writer.add_token_merges(["t h", "h e"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    draw = np.random.default_rng(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (vocabulary, width),
+        "output_norm": (width,),
+        "output": (vocabulary, width),
+    }
+    for i in range(layers):
+        shapes |= {
+            f"blk.{i}.attn_norm": (width,),
+            f"blk.{i}.ffn_norm": (width,),
+            f"blk.{i}.attn_q": (width, width),
+            f"blk.{i}.attn_k": (width // 2, width),
+            f"blk.{i}.attn_v": (width // 2, width),
+            f"blk.{i}.attn_output": (width, width),
+            f"blk.{i}.ffn_gate": (inner, width),
+            f"blk.{i}.ffn_up": (inner, width),
+            f"blk.{i}.ffn_down": (width, inner),
+        }
+    for name, shape in shapes.items():
+        values = np.ones(shape) if len(shape) == 1 else draw.normal(0.0, 0.2, shape)
+        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _llama(*, hidden: int, intermediate: int) -> Any:
     """A one-layer Llama that passes its embedding straight through: all weights zero, all norms one."""
     config = LlamaConfig(
