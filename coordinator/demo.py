@@ -25,7 +25,7 @@ from coordinator.live import LiveView, duration
 from coordinator.proof import prove
 from coordinator.report import write_reports
 from coordinator.status import JobState, JobStatus
-from eval_kernel.errors import FedevalError, JobIncomplete, ModelNotFound, ShardError, Unreachable
+from eval_kernel.errors import DirectoryUnusable, FedevalError, JobIncomplete, ModelNotFound, ShardError, Unreachable
 from eval_kernel.report import render_text
 from eval_kernel.spec import JobSpec, load_spec
 
@@ -116,8 +116,13 @@ class Demo:
             "batch": {"tokens": 1024},
             "shard": {"tokens": 1024},
         }
-        self._out.mkdir(parents=True, exist_ok=True)
-        self._job_file.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+        try:
+            self._out.mkdir(parents=True, exist_ok=True)
+            self._job_file.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+        except OSError as error:
+            raise DirectoryUnusable(
+                f"cannot write to {self._out} ({error.strerror}); name another directory with --out"
+            ) from None
         return load_spec(self._job_file)
 
     async def _evaluate(self, spec: JobSpec) -> dict[str, Any]:

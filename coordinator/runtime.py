@@ -70,6 +70,7 @@ class Runtime:
         )
         self._changed = asyncio.Event()
         self._work = asyncio.Event()
+        self._offers = scheduler.offers
 
     # ------------------------------------------------------------ deciding
 
@@ -88,26 +89,27 @@ class Runtime:
         self._raise_if_stopping()
         await self._committer.room()
 
-    def record(self, facts: Facts, *, work: bool) -> int:
-        """Have facts written and wake who waits for changes (and for ``work``); return the last one's number."""
+    def record(self, facts: Facts) -> int:
+        """Have facts written and wake whoever waits; return the last one's number."""
         for fact in facts:
             if fact.kind in _LOGGED:
                 _log.info(fact.kind.replace("_", " "), job=fact.job, **_LOGGED[fact.kind](fact))
         number = self._committer.put(facts)
-        self.touch(work=work)
+        self.touch()
         return number
 
-    def touch(self, *, work: bool) -> None:
-        """Wake those who watch, and with ``work`` those who wait for something to do."""
+    def touch(self) -> None:
+        """After a call of the scheduler: wake those who watch, and if it has something new to offer, those who ask."""
         _pulse(self._changed)
-        if work:
+        if self.scheduler.offers != self._offers:
+            self._offers = self.scheduler.offers
             _pulse(self._work)
 
     async def submit(self, job: str, key: str, spec_json: str, name: str) -> Submitted:
         """Submit and wait until it is durable."""
         await self.room()
         made = self.scheduler.submit(job, key, spec_json, name, self.now())
-        self.record(made.facts, work=True)
+        self.record(made.facts)
         await self.barrier()
         return made
 
@@ -115,7 +117,7 @@ class Runtime:
         """Cancel and wait until it is durable; return the job's whole id."""
         await self.room()
         view = self.scheduler.job(job)
-        self.record(self.scheduler.cancel(view.job, reason, self.now()), work=True)
+        self.record(self.scheduler.cancel(view.job, reason, self.now()))
         await self.barrier()
         return view.job
 
@@ -123,9 +125,7 @@ class Runtime:
         """Let the scheduler judge a result; return the outcome and the number to wait for before telling it."""
         await self.room()
         outcome = decide(self.scheduler, self.now())
-        # A commit frees its agent, which asks by itself; anything else may put work back for others.
-        work = not outcome.facts or any(fact.kind != "shard_committed" for fact in outcome.facts)
-        return outcome, self.record(outcome.facts, work=work)
+        return outcome, self.record(outcome.facts)
 
     # ------------------------------------------------------------ waiting
 
@@ -171,8 +171,7 @@ class Runtime:
             await asyncio.sleep(self.timings.tick)
             if self._committer.crowded:
                 continue  # overdue leases can wait for the disk; what they decide could not be written
-            facts = self.scheduler.tick(self.now())
-            self.record(facts, work=bool(facts))
+            self.record(self.scheduler.tick(self.now()))
 
     def stop(self) -> None:
         """Give out no more work and end those who wait.
@@ -181,7 +180,8 @@ class Runtime:
         """
         self.stopping.set()
         self._on_serving(False)
-        self.touch(work=True)
+        _pulse(self._changed)
+        _pulse(self._work)
 
     async def close(self) -> bool:
         """Write what was decided, as far as the time for that goes; return whether everything is durable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import Annotated
 
 import typer
@@ -44,7 +45,7 @@ def submit(
 
 
 def watch(job: Job, as_json: AsJson = False, address: Address = ADDRESS) -> None:
-    """Show a job's progress until it is settled. Exits as `wait` does. With --json, one JSON text per change."""
+    """Show a job's progress until it is settled. Exits as `wait` does. With --json, one line of JSON per change."""
     call(address, lambda client: _watch(client, job, as_json))
 
 
@@ -134,7 +135,7 @@ async def _watch(client: Client, job: str, as_json: bool) -> None:
         if as_json:
             status: JobStatus | None = None
             async for status in statuses:
-                print_json(status.to_json())
+                say(json.dumps(status.to_json(), ensure_ascii=False))
             assert status is not None, "a watch yields the present status first"
         else:
             with LiveView(console()) as view:

@@ -19,8 +19,6 @@ from eval_kernel.errors import RequestInvalid, VersionRefused
 
 _log = structlog.get_logger("coordinator.rpc")
 
-#: How often a waiting Acquire looks even if nobody woke it, in seconds: work that only time frees shows then.
-_LOOK_AGAIN = 1.0
 #: Holdings one heartbeat may name.
 _MAX_HOLDINGS = 100_000
 _MAX_CAPABILITIES = 256 << 10
@@ -50,7 +48,7 @@ class AgentService(agents_pb2_grpc.AgentServiceServicer):
         if not info.roles:
             raise RequestInvalid("roles is empty; an agent needs at least one role")
         await self._runtime.room()
-        self._runtime.record(self._runtime.scheduler.register(info, self._runtime.now()), work=True)
+        self._runtime.record(self._runtime.scheduler.register(info, self._runtime.now()))
         _log.info("agent registered", agent=info.agent, site=info.site, version=info.version)
         await self._runtime.barrier()
         return agents_pb2.RegisterResponse(
@@ -75,9 +73,9 @@ class AgentService(agents_pb2_grpc.AgentServiceServicer):
             left = end - runtime.now()
             if work is not None or left <= 0:
                 break
-            await runtime.work(min(left, _LOOK_AGAIN))
+            await runtime.work(left)
         if work is not None:
-            runtime.touch(work=False)
+            runtime.touch()
         await runtime.barrier()
         return assignment(work)
 
@@ -97,8 +95,7 @@ class AgentService(agents_pb2_grpc.AgentServiceServicer):
             request.leaving,
             self._runtime.now(),
         )
-        # A leaving agent gives its work back.
-        self._runtime.touch(work=request.leaving or request.draining)
+        self._runtime.touch()
         await self._runtime.barrier()
         return agents_pb2.RenewResponse(
             lost=[holding_message(item) for item in answer.lost],

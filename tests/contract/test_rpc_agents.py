@@ -262,7 +262,7 @@ def test_a_heartbeat_counts_even_when_the_journal_is_full() -> None:
         index = (await agent.acquire(max_shards=1)).score.shards[0].index
         mine = agents_pb2.Holding(job=job, shard=index)
         journal.always = JournalFull("no space is left")
-        there.runtime.record(there.runtime.scheduler.submit("other", "k", "{}", "", 0.0).facts, work=False)
+        there.runtime.record(there.runtime.scheduler.submit("other", "k", "{}", "", 0.0).facts)
         for _ in range(4):
             code, _, _ = await status_of(agent.renew(holdings=[mine], running=mine))
 

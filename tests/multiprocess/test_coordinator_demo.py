@@ -56,6 +56,17 @@ def test_a_missing_model_is_one_line_with_the_command_to_run(tmp_path: Path) -> 
         demo.end_group()
 
 
+def test_an_output_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    """Exit code 45 and the option to use."""
+    (tmp_path / "out").write_text("")
+    demo = start(tmp_path)
+    try:
+        assert 45 == demo.wait(30)
+        assert "--out" in demo.last_line()
+    finally:
+        demo.end_group()
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(900)

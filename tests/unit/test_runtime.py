@@ -225,7 +225,7 @@ def test_nothing_more_is_decided_while_too_much_waits_to_be_written() -> None:
         journal = FaultyJournal()
         journal.gate.clear()
         async with runtime(journal, timings=Timings(barrier=0.05, tick=0.01, drain=5.0)) as made:
-            made.record(tuple(fact(n) for n in range(MAX_PENDING)), work=False)
+            made.record(tuple(fact(n) for n in range(MAX_PENDING)))
 
             with pytest.raises(Unavailable, match="has not answered"):
                 await submit(made, 1)

@@ -465,7 +465,10 @@ Global___ShardFailure: _TypeAlias = ShardFailure  # noqa: Y015
 
 @_typing.final
 class PlanPart(_message.Message):
-    """A plan in parts, each below the message limit. Parts come in order; the last one makes the plan take effect."""
+    """A plan in parts, each below the message limit. Parts come in order; the last one makes the plan take effect. The
+    earlier ones are acknowledged on receipt and live as long as their stream: after a break, or a refusal, the agent
+    MUST send the plan again from its first part.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
