@@ -591,7 +591,7 @@ class TestResults:
 
         assert () == outcome.facts
         assert JobState.RUNNING is scheduler.job("j1").state
-        assert [] == take(scheduler, "a2", 2.0)
+        assert scheduler.acquire("a2", "1", 1, "", 2.0) is None
         assert [1] == take(scheduler, "a1", 2.0)
 
     def test_six_agents_that_die_on_a_shard_quarantine_it(self) -> None:
