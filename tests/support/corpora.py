@@ -8,7 +8,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from eval_kernel.corpus import Corpus
 
 #: Under the dyadic model: 8 + 4 x 2 x 3 = 32 bits on 16 tokens of one byte; naive averages give other numbers.
 K_DOCUMENTS = ("a" * 8, "dd", "dd", "dd", "dd")
@@ -52,3 +55,22 @@ def write_head(directory: Path) -> Path:
     path = directory / "head.txt"
     path.write_bytes(head)
     return path
+
+
+def corpus_of(lengths: Sequence[int], *, joined: bool = False, seed: int = 0) -> Corpus:
+    """A corpus in memory: documents of so many random tokens, one byte each, every third token a word."""
+    total = sum(lengths)
+    draw = np.random.default_rng(seed)
+    ones = np.ones(total, dtype=np.int32)
+    words = np.array(np.arange(total) % 3 == 0, dtype=np.int32)
+    return Corpus(
+        tokens=draw.integers(0, 1000, total).astype(np.int32),
+        bytes=ones,
+        words=words,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        joined=joined,
+        data_digest="sha256:0",
+        source_bytes=total,
+        source_words=int(words.sum()),
+        lm_eval_words=int(words.sum()),
+    )
