@@ -32,6 +32,9 @@ from eval_kernel.errors import (
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
 from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import Manifest, Plan, ShardPlan
+from eval_kernel.precision import loading, skeleton
+from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
+from eval_kernel.precision.policy import as_spec, label_of
 from eval_kernel.quiet import quiet
 from eval_kernel.roots import Roots
 from eval_kernel.spec import JobSpec
@@ -76,6 +79,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self._loaded: tuple[tuple[str, str], model.Model] | None = None
+        self._outline: tuple[str, Outline] | None = None
 
     def probe(self) -> dict[str, Any]:
         """Return what torch can do here: versions, device, threads, and the dtypes that really multiply."""
@@ -127,12 +131,25 @@ class Engine:
                     f"{name} is {value} on this node, the job was planned with {planned}; "
                     "make the files equal everywhere"
                 )
-        key = (manifest.weights_digest, manifest.dtype)
+        precision = PrecisionPlan.from_canonical(manifest.precision_plan)
+        model.check_precision(precision.compute, self.device)
+        key = (manifest.weights_digest, precision.digest)
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None  # free the old weights before the new ones come
             note("loading the model")
-            self._loaded = (key, model.load(inputs.checkpoint, manifest.dtype, self.device))
+            loaded = loading.load(
+                inputs.checkpoint, manifest.weights_digest, precision, self.device, self.config.cache, note
+            )
+            where = f"model {inputs.checkpoint.directory}"
+            dtype = model.DTYPES[precision.compute]
+            self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where))
         return Evaluation(inputs, manifest, self._loaded[1], self.config, spec)
+
+    def _precision(self, spec: JobSpec, found: checkpoint.Checkpoint, weights_digest: str) -> PrecisionPlan:
+        """Give every weight its format. Raises ``SpecError`` and ``PrecisionUnsupported``."""
+        if self._outline is None or self._outline[0] != weights_digest:
+            self._outline = (weights_digest, skeleton.build(found, torch.float32).outline)
+        return resolve(as_spec(spec.precision), self._outline[1], label_of(spec.precision))
 
     def _prepare(self, spec: JobSpec, note: Note) -> _Inputs:
         cache, roots = self.config.cache, self.config.roots
@@ -164,9 +181,8 @@ class Engine:
                 f"model {spec.model.source}: the tokenizer yields token {highest}, the model knows {found.vocabulary}: "
                 "they do not belong together; set model.tokenizer"
             )
-        dtype = {"auto": found.dtype, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[spec.precision]
-        if spec.precision == "auto" and dtype == "float64":
-            dtype = "float32"
+        weights_digest = checkpoint.weights_digest(found, cache)
+        precision = self._precision(spec, found, weights_digest)
         facts = {
             "data_digest": data.data_digest,
             "documents": data.num_documents,
@@ -176,12 +192,12 @@ class Engine:
             "lm_eval_words": data.lm_eval_words,
             "tokens": len(data.tokens),
             "tokenizer_digest": tok.digest,
-            "weights_digest": checkpoint.weights_digest(found, cache),
+            "weights_digest": weights_digest,
             "model_type": str(found.config["model_type"]),
             "parameters": found.num_parameters,
             "vocabulary": found.vocabulary,
             "max_context": limit,
-            "dtype": dtype,
+            "dtype": precision.compute,
             "policy": spec.window.policy,
             "context": context,
             "stride": spec.window.stride,
@@ -191,6 +207,7 @@ class Engine:
             "prefix_kind": prefix_kind,
             "batch_tokens": spec.batch.tokens,
             "kernel_version": KERNEL_VERSION,
+            "precision_plan": precision.canonical(),
         }
         cut = layout.Layout(data, rule, spec.window.max_windows)
         return _Inputs(found, tok, source, data, cut, prefix_token, facts)

@@ -14,15 +14,8 @@ from typing import Any
 import torch
 
 from eval_kernel.checkpoint import Checkpoint
-from eval_kernel.conversion import without_reports
-from eval_kernel.errors import (
-    ModelCorrupt,
-    ModelNotFinite,
-    ModelUnsupported,
-    OutOfMemory,
-    PrecisionUnsupported,
-    reason,
-)
+from eval_kernel.errors import ModelUnsupported, PrecisionUnsupported, reason
+from eval_kernel.precision import loading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Largest relative difference between the split model and the whole one on the probe tokens.
@@ -58,6 +51,8 @@ def choose_device(wanted: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(wanted)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"no scoring on {device.type}")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise PrecisionUnsupported(
@@ -85,64 +80,20 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Model:
 
     Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported``, ``OutOfMemory`` and ``PrecisionUnsupported``.
     """
-    from transformers import AutoModelForCausalLM
-
     check_precision(dtype, device)
-    where = f"model {checkpoint.directory}"
-    try:
-        with without_reports():
-            module, info = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.directory),
-                dtype=DTYPES[dtype],
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below by name, instead of in a table on the terminal
-            )
-        module = module.eval().requires_grad_(False).to(device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(f"{where}: does not fit into the memory of {device} ({reason(error)})") from None
-    except ImportError as error:
-        raise ModelUnsupported(f"{where}: needs a library that is not installed here ({reason(error)})") from None
-    except Exception as error:  # noqa: BLE001 - transformers and safetensors raise a dozen types; all mean: not loadable
-        raise ModelCorrupt(f"{where}: cannot be loaded ({reason(error)}); copy the checkpoint again") from None
-    # transformers fills what it does not find with random numbers.
-    if missing := sorted(info["missing_keys"]):
-        raise ModelCorrupt(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it again")
-    if wrong := sorted(info["mismatched_keys"]):
-        name, stored, expected = wrong[0]
-        raise ModelCorrupt(
-            f"{where}: {len(wrong)} weights are not of the shape config.json asks for: {name} is {list(stored)}, "
-            f"not {list(expected)}; put the config.json that belongs to them beside them"
-        )
-    check_finite(module, where)
-    return _split(module, device, DTYPES[dtype], where)
+    module = loading.load_floats(checkpoint, dtype, device)
+    return prepare(module, device, DTYPES[dtype], f"model {checkpoint.directory}")
 
 
-def check_finite(module: torch.nn.Module, where: str) -> None:
-    """Raise ``ModelNotFinite`` naming the first tensor with a NaN or an infinity, and where in it."""
-    for name, tensor in module.state_dict().items():
-        # A sum is non-finite whenever an element is; only then is the element looked for.
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
-            bad = (~torch.isfinite(tensor)).nonzero()
-            if len(bad):
-                place = ", ".join(str(int(i)) for i in bad[0])
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise ModelNotFinite(
-                    f"{where}: the weight {name}[{place}] is {float(tensor[tuple(bad[0])])} in {dtype}; "
-                    "the checkpoint is damaged, or needs a wider precision"
-                )
-
-
-def _split(module: Any, device: torch.device, dtype: torch.dtype, where: str) -> Model:
+def prepare(module: Any, device: torch.device, dtype: torch.dtype, where: str) -> Model:
+    """Find the seam of a loaded module and prove it on a few tokens. Raises ``ModelUnsupported``."""
     head = module.get_output_embeddings()
     body = module.base_model
     config = module.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     multiplier = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
-    vocabulary = int(head.weight.shape[0]) if head is not None else int(config.vocab_size)
+    vocabulary = int(head.out_features) if head is not None else int(config.vocab_size)
 
     def hidden(ids: torch.Tensor) -> torch.Tensor:
         return body(input_ids=ids, use_cache=False).last_hidden_state

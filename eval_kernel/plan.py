@@ -51,6 +51,7 @@ class Manifest:
     prefix_kind: str  # "bos", "eos" (the model has no BOS) or "none"
     batch_tokens: int
     kernel_version: int
+    precision_plan: str = ""  # canonical JSON of a precision.plan.PrecisionPlan: the format of every weight
 
     @property
     def digest(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from pydantic import (
 
 from eval_kernel.errors import SpecError
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
+from eval_kernel.precision.policy import Precision
 from eval_kernel.windows import Bos, Policy, WindowRule
 from eval_kernel.yamlfile import read_yaml
 
@@ -153,8 +154,9 @@ class JobSpec(_Section):
     model: Annotated[ModelSpec, BeforeValidator(_shorthand)]
     dataset: Annotated[DatasetSpec, BeforeValidator(_sources_shorthand)]
     window: Annotated[WindowSpec, BeforeValidator(_policy_shorthand)] = WindowSpec()
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="Weights and compute; auto is the checkpoint's own (GGUF: fp32)"
+    precision: Precision = Field(
+        "auto",
+        description="A format, `brief`, or a mapping by role and module; auto is the checkpoint's own (GGUF: fp32)",
     )
     batch: BatchSpec = BatchSpec()
     shard: ShardSpec = ShardSpec()
@@ -277,8 +279,16 @@ def _keys_at(loc: tuple[Any, ...]) -> list[str]:
     node: Any = JobSpec
     for part in loc:
         field = node.model_fields.get(part)
-        node = field.annotation if field else JobSpec
+        node = _model_of(field.annotation) if field else JobSpec
     return list(node.model_fields)
+
+
+def _model_of(annotation: Any) -> Any:
+    """The section in a field's type, which may be one of several alternatives."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = [model for part in get_args(annotation) if (model := _model_of(part)) is not JobSpec]
+    return found[0] if found else JobSpec
 
 
 def _short(value: Any) -> str:
