@@ -248,7 +248,7 @@ class Evaluation:
         return ScoredShard(partial, self._execution(time.perf_counter() - started))
 
     def close(self) -> None:
-        """Let go of the corpus; the engine keeps the model for the next job that uses it."""
+        """End the evaluation. The corpus is unmapped with this object; the engine keeps the model for the next job."""
 
     def _drop_corpus(self, shard: ShardPlan) -> NoReturn:
         """The tokens that are mapped are not the plan's. The next ``open`` makes them anew."""

@@ -27,6 +27,8 @@ from eval_kernel.windows import Bos, Policy, WindowRule
 from eval_kernel.yamlfile import read_yaml
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
+#: A path or id; as long as a path may be, since a job's paths are made absolute.
+Location = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
 
 
 def _listed(value: Any) -> Any:
@@ -45,9 +47,11 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     """Which model: a local directory (safetensors), a GGUF file, or ``hub:owner/name``."""
 
-    source: Name = Field(description="Directory with config.json and *.safetensors, a .gguf file, or hub:owner/name")
+    source: Location = Field(
+        description="Directory with config.json and *.safetensors, a .gguf file, or hub:owner/name"
+    )
     revision: Name | None = Field(None, description="Branch, tag or commit of a Hub model")
-    tokenizer: Name | None = Field(
+    tokenizer: Location | None = Field(
         None, description="Directory or hub:owner/name of the tokenizer; default: the model's own"
     )
 
@@ -55,7 +59,7 @@ class ModelSpec(_Section):
 class DatasetSpec(_Section):
     """Which documents: files, folders or globs, ``hub:owner/name``, or ``pydoc:topics``."""
 
-    source: Annotated[tuple[Name, ...], BeforeValidator(_listed)] = Field(
+    source: Annotated[tuple[Location, ...], BeforeValidator(_listed)] = Field(
         min_length=1, description="File, folder, glob (or a list of them), hub:owner/name, pydoc:topics"
     )
     format: Literal["auto", "text", "jsonl", "csv", "parquet"] = "auto"

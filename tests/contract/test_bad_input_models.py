@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertLMHeadModel, T5Config, T5ForConditionalGeneration
 
-from eval_kernel import errors
+from eval_kernel import documents, errors
 from eval_kernel.conversion import from_gguf
+from eval_kernel.spec import parse_spec
 from tests.support import models
 from tests.support.evaluations import Evaluator
 
@@ -414,3 +415,18 @@ def test_a_gguf_file_is_converted_once(evaluator: Evaluator, tmp_path: Path) -> 
     assert found[0] == found[1]
     assert ["converting the GGUF file to safetensors (once)"] == notes
     assert (found[0] / "model.safetensors").exists()
+
+
+def test_a_hub_that_cannot_be_reached(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, tokenizer and dataset alike: what the library says is cut to one line."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(
+        evaluator, {"source": "hub:nobody/nothing"}, errors.ModelNotFound, r"model hub:nobody/nothing: cannot be loaded"
+    )
+    spec = parse_spec({"model": "m", "dataset": "hub:nobody/nothing"}, where="test")
+    with pytest.raises(
+        errors.DatasetNotFound, match=r"dataset hub:nobody/nothing: cannot be loaded on this node"
+    ) as caught:
+        documents.find(spec.dataset, None)
+
+    assert "\n" not in str(caught.value)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.corpora import full_text, write_head
 from tests.support.evaluations import Evaluator
@@ -83,6 +84,25 @@ def test_the_manifest_counts_the_text_as_lm_eval_does(evaluator: Evaluator, gguf
         manifest.vocabulary,
         manifest.dtype,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_threads_and_batches_change_no_bit_of_a_real_model(
+    evaluator: Evaluator, gguf: Path, head: Path, precision: str
+) -> None:
+    """Windows of 100 tokens on one thread, one at a time, and on two threads, many at a time."""
+    job = {"window": {"context": 100, "max_windows": 12}, "precision": precision}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = evaluator.run(gguf, head, **job, batch={"tokens": 1})
+        torch.set_num_threads(2)
+        two = evaluator.run(gguf, head, **job, batch={"tokens": 500})
+    finally:
+        torch.set_num_threads(before)
+
+    assert one.partials == two.partials
 
 
 @pytest.mark.slow
