@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from eval_kernel.errors import DirectoryUnusable
+from eval_kernel.precision import section as precision
 from eval_kernel.report_text import all_metrics, interval, missing_lines, number
 
 #: Length of the longest bar of a chart, in SVG units.
@@ -44,6 +45,8 @@ def render_html(report: dict[str, Any]) -> str:
         metrics=[{**m, "interval": interval(m), "chart": _whisker(m)} for m in metrics],
         headline={m["name"]: {**m, "interval": interval(m)} for m in metrics},
         missing=missing_lines(report),
+        precision=precision.lines(report["precision"]),
+        precision_facts=precision.facts(report["precision"]),
         nodes=_bars(report["nodes"]),
         bar=_BAR,
         spec=json.dumps(report["spec"], indent=2, ensure_ascii=False),
@@ -78,6 +81,10 @@ def render_markdown(report: dict[str, Any]) -> str:
         *((f"error of {key}", entry["text"]) for key, entry in report["numerics"].items()),
     ]
     lines += ["", "| | |", "|---|---|", *(f"| {_md(name)} | {_md(value)} |" for name, value in facts)]
+    if table := precision.lines(report["precision"]):
+        lines += ["", "| " + " | ".join(table[0]) + " |", "|---|---|--:|--:|--:|--:|"]
+        lines += ["| " + " | ".join(_md(cell) for cell in row) + " |" for row in table[1:]]
+        lines += ["", *(f"- {_md(name)}: {_md(value)}" for name, value in precision.facts(report["precision"]))]
     if report["nodes"]:
         lines += [
             "",

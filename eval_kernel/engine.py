@@ -32,7 +32,7 @@ from eval_kernel.errors import (
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
 from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import Manifest, Plan, ShardPlan
-from eval_kernel.precision import loading, skeleton
+from eval_kernel.precision import loading, section, skeleton
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
 from eval_kernel.precision.policy import as_spec, label_of
 from eval_kernel.quiet import quiet
@@ -78,7 +78,7 @@ class Engine:
         self.device = model.choose_device(config.device)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._loaded: tuple[tuple[str, str], model.Model] | None = None
+        self._loaded: tuple[tuple[str, ...], model.Model, dict[str, str]] | None = None
         self._outline: tuple[str, Outline] | None = None
 
     def probe(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Engine:
                 )
         precision = PrecisionPlan.from_canonical(manifest.precision_plan)
         model.check_precision(precision.compute, self.device)
-        key = (manifest.weights_digest, precision.digest)
+        key = (manifest.weights_digest, precision.digest, precision.kernels)
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None  # free the old weights before the new ones come
             note("loading the model")
@@ -142,8 +142,9 @@ class Engine:
             )
             where = f"model {inputs.checkpoint.directory}"
             dtype = model.DTYPES[precision.compute]
-            self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where))
-        return Evaluation(inputs, manifest, self._loaded[1], self.config, spec)
+            used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
+            self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where), used)
+        return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], self.config, spec)
 
     def _precision(self, spec: JobSpec, found: checkpoint.Checkpoint, weights_digest: str) -> PrecisionPlan:
         """Give every weight its format. Raises ``SpecError`` and ``PrecisionUnsupported``."""
@@ -217,15 +218,16 @@ class Evaluation:
     """A job that is open on this node: scores its shards one at a time."""
 
     def __init__(
-        self, inputs: _Inputs, manifest: Manifest, loaded: model.Model, config: EngineConfig, spec: JobSpec
+        self,
+        inputs: _Inputs,
+        manifest: Manifest,
+        loaded: model.Model,
+        used: dict[str, str],
+        config: EngineConfig,
+        spec: JobSpec,
     ) -> None:
-        self._inputs, self._manifest, self._model, self._config, self._spec = (
-            inputs,
-            manifest,
-            loaded,
-            config,
-            spec,
-        )
+        self._inputs, self._manifest, self._config, self._spec = inputs, manifest, config, spec
+        self._model, self._used = loaded, used
 
     def score(self, shard: ShardPlan, beat: Callable[[], None]) -> ScoredShard:
         """Score one shard. ``beat`` is called after every batch. Raises ``ShardError``s and ``DataChanged``."""
@@ -322,7 +324,8 @@ class Evaluation:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         dtype = str(self._model.dtype).removeprefix("torch.")
-        return Execution(seconds, _device_name(device), dtype, torch.get_num_threads(), peak, _software())
+        software = {**_software(), "kernel": self._model.kernel}
+        return Execution(seconds, _device_name(device), dtype, torch.get_num_threads(), peak, software, self._used)
 
 
 def _resolve_bos(spec: JobSpec, tok: tokenizer.Tokenizer) -> tuple[Bos, int | None, str]:

@@ -94,6 +94,8 @@ class Execution:
     threads: int = 0
     peak_bytes: int = 0  # peak device memory (CUDA) or resident set (CPU) of the worker
     software: dict[str, str] = field(default_factory=dict)  # library name -> version
+    # class of weights -> format and kernel really used; "weights" -> digest of the quantised weights
+    precision: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""

@@ -45,7 +45,9 @@ def evaluate(spec: JobSpec, engine: Engine, note: Note, done: Done) -> dict[str,
         execution, seconds, inputs = scored.execution, seconds + scored.execution.seconds, inputs + shard.input_tokens
         done(plan, shard, tally, seconds)
     evaluation.close()
-    work = NodeWork(NODE, tally.shards, inputs, seconds, execution.device, execution.dtype, execution.software)
+    work = NodeWork(
+        NODE, tally.shards, inputs, seconds, execution.device, execution.dtype, execution.software, execution.precision
+    )
     return build_report(
         job=plan.digest.removeprefix("sha256:")[:12],
         name=spec.name or "",

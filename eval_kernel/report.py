@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from eval_kernel.gridsum import GRID_BITS, exact_decimal, to_nats
 from eval_kernel.intervals import CONFIDENCE
 from eval_kernel.metrics import lm_eval_word_perplexity, metrics
 from eval_kernel.plan import Manifest
+from eval_kernel.precision import section as precision
+from eval_kernel.precision.policy import PrecisionSpec
 from eval_kernel.report_text import render_text
 from eval_kernel.spec import JobSpec
 from eval_kernel.tally import Tally
@@ -57,6 +59,7 @@ class NodeWork:
     device: str
     dtype: str
     software: dict[str, str]
+    precision: dict[str, str] = field(default_factory=dict)
 
 
 def build_report(
@@ -80,6 +83,9 @@ def build_report(
     with a finite loss; else they stand under ``partial_metrics``, and ``missing.summary`` says what lacks.
     """
     lacking = _lacking(state, failure, spec, manifest, tally, missing)
+    used = [(w.node, w.precision) for w in work]
+    if (differ := precision.disagreement(used)) is not None:
+        lacking.append(differ)
     complete = not lacking
     rule = rule_name(spec, manifest)
     work = sorted(work, key=lambda w: w.node)
@@ -118,11 +124,12 @@ def build_report(
         },
         "coverage": _coverage(manifest, tally),
         "statistics": _statistics(manifest, tally),
+        "precision": precision.section(manifest, used),
         "numerics": _numerics(spec, manifest, tally, accounting, work),
         "accounting": {**asdict(accounting), "divergent": [dict(d) for d in accounting.divergent]},
         "nodes": [_node(w) for w in work],
         "provenance": {
-            **manifest.to_json(),
+            **{key: value for key, value in manifest.to_json().items() if key != "precision_plan"},
             "manifest_digest": manifest.digest,
             "plan_digest": plan_digest,
             "software": _software(work),
@@ -140,6 +147,8 @@ def comparable(report: dict[str, Any]) -> dict[str, Any]:
     """Return what is bit-identical in two runs of one job: all but its id, who worked, and how long."""
     run = ("job", "name", "timing", "nodes", "accounting", "numerics")
     kept = {key: value for key, value in report.items() if key not in run}
+    if kept["precision"] is not None:
+        kept["precision"] = {k: v for k, v in kept["precision"].items() if k not in ("used", "weights_digests")}
     kept["provenance"] = {k: v for k, v in report["provenance"].items() if k != "software"}
     return kept
 
@@ -156,7 +165,10 @@ def rule_name(spec: JobSpec, manifest: Manifest) -> str:
         parts.append("drop_remainder")
     if spec.window.max_windows is not None:
         parts.append(f"max_windows={spec.window.max_windows}")
-    parts += [f"bos={m.bos}" if m.bos == "none" else f"bos={m.bos}({m.prefix_kind})", f"precision={m.dtype}"]
+    parts += [
+        f"bos={m.bos}" if m.bos == "none" else f"bos={m.bos}({m.prefix_kind})",
+        f"precision={precision.rule_part(m)}",
+    ]
     return ",".join(parts)
 
 
@@ -256,9 +268,11 @@ def _numerics(
         kernel = f"observed: partials that differ from the accepted ones: {len(accounting.divergent)}; {computed}"
     else:
         kernel = f"not measured: no unequal partial of a shard was seen; {computed}"
-    if spec.model.source.lower().endswith(".gguf"):
+    if (cost := precision.cost_text(m)) is not None:
+        quantisation = cost
+    elif spec.model.source.lower().endswith(".gguf"):
         quantisation = f"weights of a GGUF file, computed in {m.dtype}; the cost of its quantisation is not known"
-    elif spec.precision == "auto":
+    elif spec.precision in ("auto", PrecisionSpec()):
         quantisation = f"none by this job: {m.dtype} is the checkpoint's own"
     else:
         quantisation = f"weights taken to {m.dtype} as asked; not compared with the checkpoint's own dtype"

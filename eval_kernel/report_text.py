@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eval_kernel.precision import section as precision
+
 #: Missing shards and places that are listed one by one; the JSON report has them all.
 MAX_LISTED = 20
 
@@ -17,6 +19,7 @@ def render_text(report: dict[str, Any]) -> str:
     lines += _section("Totals", _totals(report))
     lines += _section("Accounting", _accounting(report["accounting"]))
     lines += _nodes(report)
+    lines += _precision(report["precision"])
     numerics = report["numerics"]
     lines += _section(
         "Numerics",
@@ -141,6 +144,14 @@ def _nodes(report: dict[str, Any]) -> list[str]:
         rows.append((n["node"], str(n["shards"]), f"{n['input_tokens']:,}", rate, n["device"], n["dtype"]))
     wall = report["timing"]["wall_seconds"]
     return ["", f"Nodes ({wall:.1f} s in all)", *("  " + line for line in table(rows, right=(1, 2, 3)))]
+
+
+def _precision(part: dict[str, Any] | None) -> list[str]:
+    """Formats and bytes by class of weights, then what else there is to say of them."""
+    if part is None:
+        return []
+    rows = table(precision.lines(part), right=(2, 3, 4, 5))
+    return ["", "Precision", *("  " + line for line in [*rows, *table(precision.facts(part))])]
 
 
 def _provenance(report: dict[str, Any]) -> list[tuple[str, str]]:

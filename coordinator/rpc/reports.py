@@ -85,9 +85,18 @@ def _work(view: JobView, commits: tuple[Commit, ...]) -> list[NodeWork]:
             device=_all(commit.execution.device for commit in mine),
             dtype=_all(commit.execution.dtype for commit in mine),
             software=_software(mine),
+            precision=_precision(mine),
         )
         for agent, mine in sorted(by_agent.items())
     ]
+
+
+def _precision(commits: list[Commit]) -> dict[str, str]:
+    said: dict[str, set[str]] = defaultdict(set)
+    for commit in commits:
+        for key, value in commit.execution.precision.items():
+            said[key].add(value)
+    return {key: _all(found) for key, found in sorted(said.items())}
 
 
 def _all(values: Any) -> str:

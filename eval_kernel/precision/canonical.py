@@ -179,10 +179,9 @@ def unpacked(weight: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
 def dequantised(weight: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the weight [rows, columns]: computed in float32, then rounded once to ``dtype``."""
     values, zeros = unpacked(weight)
-    floats = values.float()
     if weight.format.bits == 4:
-        floats += float(weight.format.minimum)
-    if zeros is not None:
-        floats -= zeros.float().unsqueeze(-1)
-    floats *= weight.scales.float().unsqueeze(-1)
-    return floats.reshape(weight.rows, weight.columns).to(dtype)
+        offset = weight.format.minimum if zeros is None else -zeros.to(torch.int8).unsqueeze(-1)
+        values = values.to(torch.int8) + offset
+    elif weight.format.kind is Kind.FLOAT8:
+        values = values.float()
+    return (values * weight.scales.float().unsqueeze(-1)).reshape(weight.rows, weight.columns).to(dtype)

@@ -47,8 +47,10 @@ class Format:
 
     @property
     def minimum(self) -> int:
-        """Smallest integer value."""
-        return -(1 << (self.bits - 1)) if self.symmetric else 0
+        """Smallest integer value: 8 bits use -127 to 127, so that a row's largest weight, of either sign, is exact."""
+        if not self.symmetric:
+            return 0
+        return -127 if self.bits == 8 else -(1 << (self.bits - 1))
 
     @property
     def maximum(self) -> int:

@@ -18,7 +18,9 @@ import torch
 
 from eval_kernel.checkpoint import Checkpoint
 from eval_kernel.errors import OutOfMemory, reason
+from eval_kernel.kernels import Int8Linear
 from eval_kernel.precision import canonical, packs, search
+from eval_kernel.precision.accelerate import PackedInt4Linear, accelerate
 from eval_kernel.precision.canonical import Quantised
 from eval_kernel.precision.formats import DTYPE_NAMES, FORMATS, SHORT_NAMES
 from eval_kernel.precision.modules import CastEmbedding, CastLinear, QuantisedEmbedding, QuantisedLinear
@@ -32,11 +34,15 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module in a plan's precision. ``digest`` names the quantised weights; it is empty where there are none."""
+    """A module in a plan's precision. ``digest`` names the quantised weights; it is empty where there are none.
+
+    ``used`` says what each class of weights is really held and multiplied in.
+    """
 
     module: Any
     digest: str
     streamed: bool
+    used: dict[str, str]
 
 
 def load(
@@ -51,7 +57,8 @@ def load(
             made = _maker(plan, skeleton.outline, source)
             pack = packs.obtain(cache, weights_digest, plan, made, note)
         module = _assemble(source, plan, skeleton.outline, pack, device)
-    return Loaded(module, pack.digest, skeleton.tensors is not None)
+        refused = accelerate(module, plan.kernels, getattr(torch, plan.compute))
+    return Loaded(module, pack.digest, skeleton.tensors is not None, used(module, plan, refused))
 
 
 def load_floats(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
@@ -168,15 +175,24 @@ def _is_embedding(owner: Any) -> bool:
     return isinstance(owner, (torch.nn.Embedding, QuantisedEmbedding, CastEmbedding))
 
 
-def used(module: Any, plan: PrecisionPlan) -> dict[str, str]:
-    """What the weights of each class are really held and multiplied in, in words with counts, read off the modules."""
+def used(module: Any, plan: PrecisionPlan, refused: dict[str, str]) -> dict[str, str]:
+    """What the weights of each class are really held and multiplied in, in words with counts, read off the modules.
+
+    ``refused`` tells by format why a kernel was not used.
+    """
     counts: dict[str, Counter[str]] = {}
     for t in plan.tensors:
         if t.kind == "vector":
             continue
         layer = module.get_submodule(t.module)
         if isinstance(layer, QuantisedLinear):
-            how = f"{layer.quantised.format.name} weights, {plan.compute} products ({layer.kernel})"
+            form = layer.quantised.format.name
+            why = f"; no fast kernel: {refused[form]}" if form in refused else ""
+            how = f"{form} weights, {plan.compute} products (dequantised{why})"
+        elif isinstance(layer, Int8Linear):
+            how = f"{t.format} weights, int8 products ({layer.route})"
+        elif isinstance(layer, PackedInt4Linear):
+            how = f"{layer.format.name} weights, {plan.compute} products ({layer.kernel})"
         elif isinstance(layer, QuantisedEmbedding):
             how = f"{layer.quantised.format.name} table"
         else:

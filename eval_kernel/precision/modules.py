@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from eval_kernel.kernels import quantise
 from eval_kernel.precision import canonical
 from eval_kernel.precision.canonical import Quantised
 
 #: Elements of a weight that exist as floats at one time.
-PIECE_ELEMENTS = 1 << 20
+PIECE_ELEMENTS = 1 << 18
 
 
 class QuantisedLinear(torch.nn.Module):
@@ -23,7 +24,6 @@ class QuantisedLinear(torch.nn.Module):
         self.quantised = weight
         self.in_features, self.out_features = weight.columns, weight.rows
         self.bias = bias
-        self.kernel = "dequantised"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply. The result has the dtype of ``x``."""
@@ -38,7 +38,7 @@ class QuantisedLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """What torch prints of it."""
-        return f"{self.in_features}, {self.out_features}, {self.quantised.format.name}, {self.kernel}"
+        return f"{self.in_features}, {self.out_features}, {self.quantised.format.name}"
 
 
 class QuantisedEmbedding(torch.nn.Module):
@@ -94,13 +94,9 @@ class CastEmbedding(torch.nn.Module):
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """Round each token's activations to int8 with a symmetric scale of its own, and return them as floats again.
-
-    scale = largest magnitude / 127, in float32; values round half to even.
-    """
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(canonical.EPS) / 127.0
-    return (torch.round(wide / scale).clamp(-127, 127) * scale).to(x.dtype)
+    """Round each token's activations to int8, as ``kernels.quantise`` does, and return them as floats again."""
+    values, scales = quantise(x.reshape(-1, x.shape[-1]))
+    return (values.float() * scales).reshape(x.shape).to(x.dtype)
 
 
 def pieces(weight: Quantised) -> list[tuple[int, int]]:

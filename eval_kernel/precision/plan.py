@@ -85,7 +85,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPlan:
-    """Every weight's format; the dtype of activations and products; and how integers are chosen.
+    """Every weight's format; the dtype of activations and products; how integers are chosen, and by what multiplied.
 
     ``calibration`` is the digest of the calibration rows, or empty. ``untied``: the head was the embedding's table in
     the checkpoint and has become a tensor of its own.
@@ -100,10 +100,11 @@ class PrecisionPlan:
     untied: bool = False
     calibration: str = ""
     calibration_overlaps: bool = False
+    kernels: str = "auto"
 
     @property
     def digest(self) -> str:
-        """Digest over what decides the quantised values: formats, quantiser and calibration, whatever the label."""
+        """Digest over what decides the quantised values: formats, quantiser, calibration; not label or kernels."""
         quantised = any(t.quantised for t in self.tensors)
         return digest_json(
             [
@@ -182,6 +183,7 @@ def resolve(spec: PrecisionSpec, outline: Outline, label: str = "") -> Precision
         checkpoint_dtype=outline.dtype,
         tied=outline.tied and not untied,
         untied=untied,
+        kernels=spec.kernels,
     )
 
 

@@ -103,6 +103,9 @@ class PrecisionSpec(_Part):
     quantiser: Literal["rtn", "mse", "gptq"] = Field(
         "mse", description="How scales and values are chosen: rounding, least squares, or with calibration data"
     )
+    kernels: Literal["auto", "reference", "packed"] = Field(
+        "auto", description="Products: the fastest that pass their proof, the definition itself, or packed weights"
+    )
     calibration: CalibrationSpec | None = None
     budget: Share | None = Field(
         None, gt=0, le=1, description="Plan: weights in at most this share of the checkpoint's"

@@ -216,7 +216,7 @@ def test_mixed_floats_compute_in_the_wider(tmp_path: Path) -> None:
                 parameter.copy_(parameter.bfloat16())
 
     assert torch.allclose(logits(expected), logits(module), atol=1e-6)
-    used = loading.used(module, opened(directory, {"default": "bf16", "compute": "fp32"}, tmp_path)[1])
+    used = loading.used(module, opened(directory, {"default": "bf16", "compute": "fp32"}, tmp_path)[1], {})
     assert "8 x bfloat16 weights, float32 products" == used["attention"]
 
 
@@ -225,7 +225,7 @@ def test_what_is_used_is_read_off_the_modules(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", llama())
     precision = {"default": "int8", "mlp": "int4-g32", "embedding": "int8"}
     module = loaded(directory, precision, tmp_path).module
-    used = loading.used(module, opened(directory, precision, tmp_path)[1])
+    used = loading.used(module, opened(directory, precision, tmp_path)[1], {})
 
     assert {
         "attention": "8 x int8 weights, float32 products (dequantised)",

@@ -172,12 +172,33 @@ class Execution(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PrecisionEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SECONDS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     THREADS_FIELD_NUMBER: _builtins.int
     PEAK_BYTES_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    PRECISION_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     device: _builtins.str
     dtype: _builtins.str
@@ -185,6 +206,12 @@ class Execution(_message.Message):
     peak_bytes: _builtins.int
     @_builtins.property
     def software(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def precision(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the weights were really held and multiplied in, by their class ("attention", "mlp", ...). Under "weights" the
+        digest of the quantised weights: it MUST be the same wherever the same plan is applied to the same checkpoint.
+        """
+
     def __init__(
         self,
         *,
@@ -194,10 +221,11 @@ class Execution(_message.Message):
         threads: _builtins.int = ...,
         peak_bytes: _builtins.int = ...,
         software: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        precision: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "peak_bytes", b"peak_bytes", "seconds", b"seconds", "software", b"software", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "dtype", b"dtype", "peak_bytes", b"peak_bytes", "precision", b"precision", "seconds", b"seconds", "software", b"software", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

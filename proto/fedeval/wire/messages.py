@@ -81,6 +81,7 @@ def scored_to_message(scored: ScoredShard) -> agents_pb2.ScoredShard:
             threads=e.threads,
             peak_bytes=e.peak_bytes,
             software=e.software,
+            precision=e.precision,
         ),
     )
 
@@ -88,7 +89,7 @@ def scored_to_message(scored: ScoredShard) -> agents_pb2.ScoredShard:
 def scored_from_message(message: agents_pb2.ScoredShard) -> ScoredShard:
     """Return the scored shard of a message; raises ``PartialRefused``."""
     e = message.execution
-    execution = Execution(e.seconds, e.device, e.dtype, e.threads, e.peak_bytes, dict(e.software))
+    execution = Execution(e.seconds, e.device, e.dtype, e.threads, e.peak_bytes, dict(e.software), dict(e.precision))
     return ScoredShard(partial_from_message(message.partial), execution)
 
 
