@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from eval_kernel import fast
 from eval_kernel.checkpoint import Checkpoint
 from eval_kernel.errors import ModelUnsupported, PrecisionUnsupported, reason
+from eval_kernel.head import Shape
 from eval_kernel.precision import loading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,7 +32,8 @@ class Model:
 
     ``hidden(ids)`` gives the last hidden states [rows, length, width]; ``logits(hidden)`` gives [positions, vocabulary]
     in the compute dtype. Where no seam was found, ``split`` is False and ``whole(ids, keep)`` gives the logits of the
-    last ``keep`` positions [rows, keep, vocabulary].
+    last ``keep`` positions [rows, keep, vocabulary]. ``rows`` is the fast way to score single rows, where there is
+    one; ``kernel`` says in a word or a line how this model computes.
     """
 
     device: torch.device
@@ -40,6 +43,8 @@ class Model:
     hidden: Callable[[torch.Tensor], torch.Tensor]
     logits: Callable[[torch.Tensor], torch.Tensor]
     whole: Callable[[torch.Tensor, int], torch.Tensor]
+    rows: fast.RowPath | None = None
+    kernel: str = "transformers"
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -129,7 +134,10 @@ def prepare(module: Any, device: torch.device, dtype: torch.dtype, where: str) -
         raise ModelUnsupported(
             f"{where}: cannot score a few tokens with it ({reason(error)}); use another model"
         ) from None
-    return Model(device, dtype, vocabulary, split, hidden, logits, whole)
+    rows, kernel = None, "transformers"
+    if split:
+        rows, kernel = fast.prepare(module, Shape(multiplier / divisor, softcap), whole)
+    return Model(device, dtype, vocabulary, split, hidden, logits, whole, rows, kernel)
 
 
 def _alike(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:

@@ -2,18 +2,21 @@
 
 Nothing is padded and nothing is masked by token id. No matrix product has fewer than ``MIN_ROWS`` rows: products of
 very few use other kernels, and their last bits then depend on the batch and the threads. A batch too small for that
-holds its rows more than once. What the losses are summed into is the caller's business.
+holds its rows more than once. Where the model has a fast path for single rows, long enough rows take it, one by one on
+as many lanes as there are threads. What the losses are summed into is the caller's business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from eval_kernel import lanes
 from eval_kernel.gridsum import STEPS_PER_NAT
 from eval_kernel.model import Model
 
@@ -60,19 +63,42 @@ def score(model: Model, rows: list[Row], budget: int, beat: Callable[[], None]) 
     loss = logsumexp(logits) - logits[target] over float32 logits, then float64 and one rounding to 2^-30 nat.
     """
     results: list[Losses | None] = [None] * len(rows)
-    for members in batches(rows, budget):
+    alone = sorted((i for i, row in enumerate(rows) if _goes_alone(model, row)), key=lambda i: -len(rows[i].inputs))
+    for index, losses in zip(alone, lanes.each(lambda i: _row(model, rows[i]), alone, beat), strict=True):
+        results[index] = losses
+    others = [i for i, found in enumerate(results) if found is None]
+    for batch in batches([rows[i] for i in others], budget):
+        members = [others[k] for k in batch]
         inputs = np.stack([rows[i].inputs for i in members])
         ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64)).to(model.device)
         targets = torch.from_numpy(np.stack([rows[i].targets for i in members]).astype(np.int64)).to(model.device)
         with torch.inference_mode():
             losses = _losses(model, ids, targets)
-        nan, finite = torch.isnan(losses), torch.isfinite(losses)
-        steps = torch.where(finite, torch.round(losses.double() * STEPS_PER_NAT), 0.0).to(torch.int64)
-        host = [x.cpu().numpy() for x in (steps, finite, nan)]
+        steps, finite, nan = _on_grid(losses)
         for k, index in enumerate(members):
-            results[index] = Losses(host[0][k], host[1][k], host[2][k])
+            results[index] = Losses(steps[k], finite[k], nan[k])
         beat()
     return [r for r in results if r is not None]
+
+
+def _goes_alone(model: Model, row: Row) -> bool:
+    """Whether a row takes the model's fast path. The row alone decides: its losses depend on nothing else."""
+    if model.rows is None or len(row.inputs) < MIN_ROWS:
+        return False
+    return model.rows.longest is None or len(row.inputs) <= model.rows.longest
+
+
+def _row(model: Model, row: Row) -> Losses:
+    assert model.rows is not None
+    ids, targets = (torch.from_numpy(part.astype(np.int64)) for part in (row.inputs, row.targets))
+    return Losses(*_on_grid(model.rows.losses(ids, targets)))
+
+
+def _on_grid(losses: torch.Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Losses in grid steps, which of them are finite, and which are NaN."""
+    nan, finite = torch.isnan(losses), torch.isfinite(losses)
+    steps = torch.where(finite, torch.round(losses.double() * STEPS_PER_NAT), 0.0).to(torch.int64)
+    return steps.cpu().numpy(), finite.cpu().numpy(), nan.cpu().numpy()
 
 
 def _repeated(inputs: npt.NDArray[np.int32], least: int) -> npt.NDArray[np.int32]:

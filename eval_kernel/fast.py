@@ -1,0 +1,75 @@
+"""The fast way to score a row on a CPU, proved against transformers on a few tokens before it is used.
+
+``prepare`` packs a model's weights and puts ``decoder`` and ``head`` together. Which rows come this way is
+``scoring``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eval_kernel import decoder, kernels
+from eval_kernel.head import Head, Shape
+
+#: Tokens of the self-test: more than one block, and a rest.
+PROBE = 160
+#: Largest relative difference of the probe's loss sum from transformers'.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-3}
+
+#: Logits [rows, keep, vocabulary] of the last ``keep`` positions of token ids [rows, length].
+Whole = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPath:
+    """A model whose rows are scored one by one. ``longest`` is the longest row it is right for, None means any."""
+
+    body: decoder.Decoder
+    head: Head
+
+    @property
+    def longest(self) -> int | None:
+        """Rows with more tokens than this must go through transformers."""
+        return self.body.longest
+
+    def losses(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return float64 losses of ``targets``, which follow the last ``len(targets)`` of ``ids``."""
+        with torch.inference_mode():
+            return self.head.losses(self.body.states(ids, len(targets)), targets)
+
+
+def prepare(module: Any, shape: Shape, whole: Whole) -> tuple[RowPath | None, str]:
+    """Pack the module's weights for this machine; return its fast path, or None, and a line: which, or why none.
+
+    ``shape`` is what the model does to logits, ``whole(ids, keep)`` are transformers' logits. The module computes as
+    before, with other kernels.
+    """
+    body = module.base_model
+    config = module.config.get_text_config()
+    device, dtype = module.device, module.dtype
+    if device.type != "cpu" or dtype not in TOLERANCE:
+        return None, "transformers"
+    plain = decoder.build(body, config)
+    if plain is None:
+        return None, "transformers (no fast path for layers of this kind)"
+    vocabulary, length = int(config.vocab_size), min(PROBE, plain.longest or PROBE)
+    ids = (torch.arange(length) * 7919 + 13) % vocabulary
+    targets = (torch.arange(length) * 104729 + 7) % vocabulary
+    with torch.inference_mode():
+        logits = whole(ids.unsqueeze(0), length)[0].double()
+        expected = (torch.logsumexp(logits, -1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).sum()
+        packed = kernels.packs("cpu", dtype)
+        if packed:
+            kernels.replace(body, lambda name, layer: kernels.PackedLinear(layer.weight, layer.bias))
+        built = decoder.build(body, config)
+        assert built is not None
+        path = RowPath(built, Head(module.get_output_embeddings(), shape))
+        got = path.losses(ids, targets).sum()
+    difference = abs(float(got - expected)) / abs(float(expected))
+    if not difference <= TOLERANCE[dtype]:
+        return None, f"transformers (the fast path's self-test was off by {difference:.1e} of the loss)"
+    return path, f"rows/{decoder.BLOCK}, {'onednn' if packed else 'plain'} products"

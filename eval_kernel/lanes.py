@@ -1,0 +1,71 @@
+"""Independent pieces of work on a CPU's cores: one lane per core, each with its own share of torch's threads.
+
+A piece must not depend on which lane runs it. Lanes waste no time on barriers, which under load cost most of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def each(work: Callable[[Item], Result], items: Sequence[Item], beat: Callable[[], None]) -> list[Result]:
+    """Return ``work(item)`` for each item, in order. ``beat`` is called in this thread as often as an item is done.
+
+    An item for which memory runs out is tried once more when the others are done, alone. Raises what ``work`` raises,
+    and what ``beat`` raises, after the lanes have come to rest.
+    """
+    threads = torch.get_num_threads()
+    lanes = min(threads, len(items))
+    if lanes <= 1:
+        return [_alone(work, item, beat) for item in items]
+    # torch keeps the number per thread, and the last one set as the default of threads to come.
+    pool = ThreadPoolExecutor(lanes, "lane", torch.set_num_threads, (threads // lanes,))
+    try:
+        futures = [pool.submit(work, item) for item in items]
+        _watch(futures, beat)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(threads)
+    results: list[Result] = []
+    for item, future in zip(items, futures, strict=True):
+        error = future.exception()
+        if error is None:
+            results.append(future.result())
+        elif is_memory(error):
+            results.append(_alone(work, item, beat))
+        else:
+            raise error
+    return results
+
+
+def is_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out; torch's CPU allocator says it with a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
+def _alone(work: Callable[[Item], Result], item: Item, beat: Callable[[], None]) -> Result:
+    result = work(item)
+    beat()
+    return result
+
+
+def _watch(futures: Sequence[Future[Result]], beat: Callable[[], None]) -> None:
+    """Beat for each future that is done; return early when one failed for another reason than memory."""
+    left = set(futures)
+    while left:
+        done, left = wait(left, return_when=FIRST_COMPLETED)
+        for future in done:
+            error = future.exception()
+            if error is not None and not is_memory(error):
+                return
+            if error is None:
+                beat()
