@@ -130,9 +130,7 @@ def test_two_agents_reproduce_every_golden_value(tmp_path: Path, gguf: Path) -> 
     for name, _, _, tokens, windows, nats in cases:
         report = reports[str(name)]
         got = report["totals"]["loss_nats"]
-        print(
-            f"{name}: {report['totals']['tokens']} tokens, {got:.6f} nats, relative difference {(got - nats) / nats:+.1e}"
-        )
+        print(f"{name}: {report['totals']['tokens']} tokens, {got:.6f} nats, relative {(got - nats) / nats:+.1e}")
 
         assert report["complete"]
         assert (tokens, windows) == (report["totals"]["tokens"], report["provenance"]["windows"])
