@@ -582,7 +582,7 @@ class TestResults:
         assert (f.JobFailed("j1", "MODEL_NOT_FINITE", "shard 0 on agent a1: lm_head", 1.0),) == outcome.facts
 
     def test_a_fault_of_the_job_on_one_node_only_is_that_nodes(self) -> None:
-        """Where others have scored shards, a damaged copy of the model keeps its node from the job, and nothing else."""
+        """Where others have scored shards, a damaged copy of the model keeps its node from the job, no more."""
         scheduler = running_job(4, agents=2)
         scheduler.scored("a1", "1", "j1", make_scored(0), 0.0)
         take(scheduler, "a2", 0.0)
