@@ -32,15 +32,29 @@ from agent.executor import Executor
 from agent.logs import Logger, WorkerLog, make_logger
 from agent.probe import probe as probe_machine
 from agent.spool import StateDirectory
+from eval_kernel import __version__
 from eval_kernel.errors import FedevalError
 
 app = typer.Typer(
-    help="Score shards of evaluation jobs for a coordinator.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"eval-agent {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_version),
+) -> None:
+    """Score shards of evaluation jobs for a coordinator."""
+
 
 _Coordinator = Annotated[
     str, typer.Option("--coordinator", "-c", envvar=ADDRESS_VARIABLE, metavar="HOST:PORT", help="The coordinator.")
