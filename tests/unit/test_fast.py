@@ -90,7 +90,7 @@ def test_int8_layers_go_the_fast_way_too() -> None:
     ready = prepared(module)
     assert ready.rows is not None
 
-    assert wanted == pytest.approx(float(ready.rows.losses(ids[:-1], ids[1:]).sum()), rel=2e-3)
+    assert wanted == pytest.approx(float(ready.rows.losses(ids[:-1], ids[1:]).sum()), rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
