@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +32,7 @@ from eval_kernel.errors import (
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
 from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import Manifest, Plan, ShardPlan
-from eval_kernel.precision import loading, section, skeleton
+from eval_kernel.precision import calibration, loading, section, skeleton
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
 from eval_kernel.precision.policy import as_spec, label_of
 from eval_kernel.quiet import quiet
@@ -67,6 +67,7 @@ class _Inputs:
     layout: layout.Layout
     prefix_token: int | None
     manifest_facts: dict[str, Any]
+    calibration: torch.Tensor | None  # token ids [rows, length] that the quantiser may look at
 
 
 class Engine:
@@ -138,7 +139,13 @@ class Engine:
             self._loaded = None  # free the old weights before the new ones come
             note("loading the model")
             loaded = loading.load(
-                inputs.checkpoint, manifest.weights_digest, precision, self.device, self.config.cache, note
+                inputs.checkpoint,
+                manifest.weights_digest,
+                precision,
+                self.device,
+                self.config.cache,
+                note,
+                inputs.calibration,
             )
             where = f"model {inputs.checkpoint.directory}"
             dtype = model.DTYPES[precision.compute]
@@ -146,11 +153,37 @@ class Engine:
             self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where), used)
         return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], self.config, spec)
 
-    def _precision(self, spec: JobSpec, found: checkpoint.Checkpoint, weights_digest: str) -> PrecisionPlan:
-        """Give every weight its format. Raises ``SpecError`` and ``PrecisionUnsupported``."""
+    def _precision(
+        self,
+        spec: JobSpec,
+        found: checkpoint.Checkpoint,
+        weights_digest: str,
+        tok: tokenizer.Tokenizer,
+        cut: layout.Layout,
+        note: Note,
+    ) -> tuple[PrecisionPlan, torch.Tensor | None]:
+        """Give every weight its format, and find the text to calibrate on, if any.
+
+        Raises ``SpecError``, ``PrecisionUnsupported`` and the errors of the calibration text.
+        """
+        policy = as_spec(spec.precision)
+        if policy.to_be_planned:
+            raise SpecError(
+                "precision: budget and max_ppl_increase are reached by measurement first: run "
+                "`python -m eval_kernel.precision plan` on this job, and put the plan it writes under precision"
+            )
         if self._outline is None or self._outline[0] != weights_digest:
             self._outline = (weights_digest, skeleton.build(found, torch.float32).outline)
-        return resolve(as_spec(spec.precision), self._outline[1], label_of(spec.precision))
+        plan = resolve(policy, self._outline[1], label_of(spec.precision))
+        if policy.calibration is None or policy.quantiser != "gptq" or not plan.quantised:
+            return plan, None
+        note("reading the calibration text")
+        text = calibration.load(policy.calibration, tok, self.config.roots, self.config.cache, note)
+        tokens = cut.corpus.tokens
+        evaluated = (tokens[w.scored : w.end] for w in cut.windows(0, cut.num_windows))
+        overlaps = calibration.check(text, evaluated, policy.calibration.allow_overlap)
+        ids = torch.from_numpy(text.ids.astype(np.int64))
+        return replace(plan, calibration=text.digest, calibration_overlaps=overlaps), ids
 
     def _prepare(self, spec: JobSpec, note: Note) -> _Inputs:
         cache, roots = self.config.cache, self.config.roots
@@ -183,7 +216,8 @@ class Engine:
                 "they do not belong together; set model.tokenizer"
             )
         weights_digest = checkpoint.weights_digest(found, cache)
-        precision = self._precision(spec, found, weights_digest)
+        cut = layout.Layout(data, rule, spec.window.max_windows)
+        precision, rows = self._precision(spec, found, weights_digest, tok, cut, note)
         facts = {
             "data_digest": data.data_digest,
             "documents": data.num_documents,
@@ -210,8 +244,7 @@ class Engine:
             "kernel_version": KERNEL_VERSION,
             "precision_plan": precision.canonical(),
         }
-        cut = layout.Layout(data, rule, spec.window.max_windows)
-        return _Inputs(found, tok, source, data, cut, prefix_token, facts)
+        return _Inputs(found, tok, source, data, cut, prefix_token, facts, rows)
 
 
 class Evaluation:

@@ -22,7 +22,7 @@ from pydantic import (
 
 from eval_kernel.errors import SpecError
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
-from eval_kernel.precision.policy import Precision
+from eval_kernel.precision.policy import Precision, PrecisionSpec
 from eval_kernel.windows import Bos, Policy, WindowRule
 from eval_kernel.yamlfile import read_yaml
 
@@ -226,7 +226,12 @@ def absolute(spec: JobSpec, base: Path) -> JobSpec:
         }
     )
     dataset = spec.dataset.model_copy(update={"source": tuple(fix(s) for s in spec.dataset.source)})
-    return spec.model_copy(update={"model": model, "dataset": dataset})
+    precision = spec.precision
+    if isinstance(precision, PrecisionSpec) and precision.calibration is not None:
+        calibration = precision.calibration
+        moved = calibration.model_copy(update={"source": tuple(fix(s) for s in calibration.source)})
+        precision = precision.model_copy(update={"calibration": moved})
+    return spec.model_copy(update={"model": model, "dataset": dataset, "precision": precision})
 
 
 def is_remote(source: str) -> bool:

@@ -176,12 +176,21 @@ def unpacked(weight: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
     return torch.cat([codes & 15, codes >> 4], dim=-1), zeros
 
 
-def dequantised(weight: Quantised, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the weight [rows, columns]: computed in float32, then rounded once to ``dtype``."""
+def dequantised(
+    weight: Quantised, dtype: torch.dtype = torch.float32, scratch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the weight [rows, columns]: computed in float32, then rounded once to ``dtype``.
+
+    ``scratch``, flat and of that dtype, is used for the result if it is given.
+    """
     values, zeros = unpacked(weight)
     if weight.format.bits == 4:
-        offset = weight.format.minimum if zeros is None else -zeros.to(torch.int8).unsqueeze(-1)
-        values = values.to(torch.int8) + offset
+        offset = weight.format.minimum if zeros is None else -zeros.view(torch.int8).unsqueeze(-1)
+        values = values.view(torch.int8) + offset
     elif weight.format.kind is Kind.FLOAT8:
         values = values.float()
-    return (values * weight.scales.float().unsqueeze(-1)).reshape(weight.rows, weight.columns).to(dtype)
+    if scratch is None:
+        scratch = torch.empty(weight.rows * weight.columns, dtype=dtype, device=weight.values.device)
+    out = scratch[: weight.rows * weight.columns].view(values.shape)
+    torch.mul(values, weight.scales.float().unsqueeze(-1), out=out)
+    return out.view(weight.rows, weight.columns)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ import torch
 from eval_kernel.checkpoint import Checkpoint
 from eval_kernel.errors import OutOfMemory, reason
 from eval_kernel.kernels import Int8Linear
-from eval_kernel.precision import canonical, packs, search
+from eval_kernel.precision import calibrated, canonical, packs, search
 from eval_kernel.precision.accelerate import PackedInt4Linear, accelerate
+from eval_kernel.precision.assembly import Assembly, by_tensor
 from eval_kernel.precision.canonical import Quantised
-from eval_kernel.precision.formats import DTYPE_NAMES, FORMATS, SHORT_NAMES
-from eval_kernel.precision.modules import CastEmbedding, CastLinear, QuantisedEmbedding, QuantisedLinear
-from eval_kernel.precision.plan import Outline, PrecisionPlan, Weight, resolve
+from eval_kernel.precision.formats import FORMATS, SHORT_NAMES
+from eval_kernel.precision.modules import QuantisedEmbedding, QuantisedLinear
+from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
 from eval_kernel.precision.policy import PrecisionSpec
 from eval_kernel.precision.skeleton import build
 from eval_kernel.precision.source import Origin, origin
@@ -46,17 +46,28 @@ class Loaded:
 
 
 def load(
-    checkpoint: Checkpoint, weights_digest: str, plan: PrecisionPlan, device: torch.device, cache: Path, note: Note
+    checkpoint: Checkpoint,
+    weights_digest: str,
+    plan: PrecisionPlan,
+    device: torch.device,
+    cache: Path,
+    note: Note,
+    rows: torch.Tensor | None = None,
 ) -> Loaded:
-    """Load a model. Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported`` and ``OutOfMemory``."""
+    """Load a model. ``rows``: token ids [rows, length] to calibrate on, for a plan that says so.
+
+    Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported``, ``PrecisionUnsupported`` and ``OutOfMemory``.
+    """
     with _memory(checkpoint, device):
         skeleton = build(checkpoint, getattr(torch, plan.compute))
         source = origin(checkpoint, skeleton, getattr(torch, plan.compute))
         pack = packs.Pack({}, "")
         if plan.quantised:
             made = _maker(plan, skeleton.outline, source)
+            if plan.quantiser == "gptq":
+                made = _calibrating(checkpoint, plan, rows, note)
             pack = packs.obtain(cache, weights_digest, plan, made, note)
-        module = _assemble(source, plan, skeleton.outline, pack, device)
+        module = Assembly(source, plan, skeleton.outline, device).all(pack.weights)
         refused = accelerate(module, plan.kernels, getattr(torch, plan.compute))
     return Loaded(module, pack.digest, skeleton.tensors is not None, used(module, plan, refused))
 
@@ -67,7 +78,7 @@ def load_floats(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any
         skeleton = build(checkpoint, getattr(torch, dtype))
         plan = resolve(PrecisionSpec(default=SHORT_NAMES[dtype]), skeleton.outline)
         source = origin(checkpoint, skeleton, getattr(torch, dtype))
-        return _assemble(source, plan, skeleton.outline, packs.Pack({}, ""), device)
+        return Assembly(source, plan, skeleton.outline, device).all({})
 
 
 @contextmanager
@@ -82,7 +93,7 @@ def _memory(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
 
 
 def _maker(plan: PrecisionPlan, outline: Outline, source: Origin) -> packs.Maker:
-    weights = _by_tensor(plan, outline)
+    weights = by_tensor(plan, outline)
 
     def make() -> Iterable[tuple[str, Quantised]]:
         for t in plan.tensors:
@@ -90,89 +101,26 @@ def _maker(plan: PrecisionPlan, outline: Outline, source: Origin) -> packs.Maker
                 form = FORMATS[t.format]
                 result = canonical.empty(t.format, t.rows, t.columns)
                 chunks = search.row_chunks(form, t.rows, t.columns)
-                for start, end, floats in source.rows(weights[t.name], chunks):
-                    search.fill(result, start, end, floats, plan.quantiser)
+                with search.one_thread():
+                    for start, end, floats in source.rows(weights[t.name], chunks):
+                        search.fill(result, start, end, floats, plan.quantiser)
                 yield t.name, result
 
     return make
 
 
-def _by_tensor(plan: PrecisionPlan, outline: Outline) -> dict[str, Weight]:
-    """The checkpoint's weight of each planned tensor: an untied head comes from the embedding's table."""
-    weights = {w.name: w for w in outline.weights}
-    table = next((w for w in outline.weights if w.module == outline.embedding), None)
-    return {t.name: found for t in plan.tensors if (found := weights.get(t.name, table)) is not None}
+def _calibrating(checkpoint: Checkpoint, plan: PrecisionPlan, rows: torch.Tensor | None, note: Note) -> packs.Maker:
+    if rows is None:
+        raise ValueError("a plan with the quantiser gptq needs rows to calibrate on")
 
+    def make() -> Iterable[tuple[str, Quantised]]:
+        # Modules of their own, in float32 whatever the job computes in: equal packs for every compute dtype.
+        wide = replace(plan, compute="float32")
+        skeleton = build(checkpoint, torch.float32)
+        source = origin(checkpoint, skeleton, torch.float32)
+        return calibrated.quantised(wide, skeleton.outline, source, rows, note)
 
-# ---------------------------------------------------------------- putting it together
-
-
-def _assemble(source: Origin, plan: PrecisionPlan, outline: Outline, pack: packs.Pack, device: torch.device) -> Any:
-    module, compute = source.module, getattr(torch, plan.compute)
-    weights = _by_tensor(plan, outline)
-    aliases = _aliases(module)
-    if plan.untied:
-        table = next(w.name for w in outline.weights if w.module == outline.embedding)
-        aliases[table].remove(f"{outline.head}.weight")
-    for name, stored in module.state_dict(keep_vars=True).items():
-        if not isinstance(stored, torch.nn.Parameter):
-            _set(module, name, source.floats(name, compute if stored.is_floating_point() else stored.dtype, device))
-    # Vectors first: a layer that is replaced takes its bias along.
-    for t in sorted(plan.tensors, key=lambda t: t.kind != "vector"):
-        weight, places = weights[t.name], aliases.get(t.name, [t.name])
-        if t.quantised:
-            packed = pack.weights[t.name].to(device)
-            for place in places:
-                _replace(module, place, partial(_quantised_layer, packed, compute))
-            continue
-        dtype = getattr(torch, DTYPE_NAMES[t.format])
-        values = source.floats(weight.name, dtype, device)
-        if dtype == compute:
-            parameter = torch.nn.Parameter(values, requires_grad=False)
-            for place in places:
-                _set(module, place, parameter)
-        else:
-            values = values.t().contiguous() if weight.transposed else values
-            for place in places:
-                _replace(module, place, partial(_cast_layer, values, compute))
-    return module.to(device)
-
-
-def _aliases(module: Any) -> dict[str, list[str]]:
-    """Every name of each parameter, by its first."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {known[0]: known for known in names.values()}
-
-
-def _set(module: Any, name: str, value: torch.Tensor) -> None:
-    owner, _, attribute = name.rpartition(".")
-    place = module.get_submodule(owner)
-    (place._parameters if isinstance(value, torch.nn.Parameter) else place._buffers)[attribute] = value
-
-
-def _replace(module: Any, parameter: str, make: Callable[[Any], torch.nn.Module]) -> None:
-    """Put another layer in the place of the one that owns a parameter."""
-    owner = parameter.rpartition(".")[0]
-    parent, _, attribute = owner.rpartition(".")
-    setattr(module.get_submodule(parent), attribute, make(module.get_submodule(owner)))
-
-
-def _quantised_layer(weight: Quantised, compute: torch.dtype, owner: Any) -> torch.nn.Module:
-    if _is_embedding(owner):
-        return QuantisedEmbedding(weight, compute, getattr(owner, "embed_scale", None))
-    return QuantisedLinear(weight, getattr(owner, "bias", None))
-
-
-def _cast_layer(values: torch.Tensor, compute: torch.dtype, owner: Any) -> torch.nn.Module:
-    if _is_embedding(owner):
-        return CastEmbedding(values, compute, getattr(owner, "embed_scale", None))
-    return CastLinear(values, getattr(owner, "bias", None))
-
-
-def _is_embedding(owner: Any) -> bool:
-    return isinstance(owner, (torch.nn.Embedding, QuantisedEmbedding, CastEmbedding))
+    return make
 
 
 def used(module: Any, plan: PrecisionPlan, refused: dict[str, str]) -> dict[str, str]:

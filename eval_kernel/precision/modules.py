@@ -30,8 +30,11 @@ class QuantisedLinear(torch.nn.Module):
         if self.quantised.format.dynamic:
             x = rounded_activations(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
+        scratch = None
         for start, end in pieces(self.quantised):
-            part = canonical.dequantised(self.quantised.row_range(start, end), x.dtype)
+            if scratch is None:
+                scratch = torch.empty((end - start) * self.in_features, dtype=x.dtype, device=x.device)
+            part = canonical.dequantised(self.quantised.row_range(start, end), x.dtype, scratch)
             bias = None if self.bias is None else self.bias[start:end]
             out[..., start:end] = functional.linear(x, part, bias)
         return out

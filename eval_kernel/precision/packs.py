@@ -19,7 +19,7 @@ from eval_kernel.cachedir import locked, unusable
 from eval_kernel.checkpoint import TensorInfo, read_header
 from eval_kernel.errors import ModelCorrupt, ModelNotFound
 from eval_kernel.plan import digest_json
-from eval_kernel.precision import canonical
+from eval_kernel.precision import canonical, heap
 from eval_kernel.precision.canonical import Quantised
 from eval_kernel.precision.formats import FORMATS
 from eval_kernel.precision.plan import PrecisionPlan
@@ -79,18 +79,22 @@ def read(path: Path, plan: PrecisionPlan) -> Pack:
     except ModelNotFound as error:
         raise ModelCorrupt(str(error)) from None
     stated = _stated_digest(path)
-    mapped, weights = Mapped(), {}
+    weights, digests = {}, {}
     for t in plan.tensors:
         if not t.quantised:
             continue
-        parts = {}
+        parts, maps = {}, []
         for key, (dtype, shape) in canonical.shapes(FORMATS[t.format], t.rows, t.columns).items():
             info = header.get(f"{t.name}.{key}")
             if info is None or info.dtype != _NAMES[dtype] or info.shape != shape:
                 raise ModelCorrupt(f"the pack {path} lacks {t.name}.{key} of shape {list(shape)}")
-            parts[key] = mapped.view(info)
+            maps.append(Mapped(info))
+            parts[key] = maps[-1].tensor
         weights[t.name] = Quantised(FORMATS[t.format], t.rows, t.columns, **parts)
-    digest = digest_of({name: weight.digest() for name, weight in weights.items()})
+        digests[t.name] = weights[t.name].digest()
+        for mapped in maps:
+            mapped.release()
+    digest = digest_of(digests)
     if digest != stated:
         raise ModelCorrupt(
             f"the pack {path} is damaged: its bytes are {digest[:19]}..., its header says {stated[:19]}..."
@@ -133,6 +137,7 @@ def _write(path: Path, plan: PrecisionPlan, make: Maker) -> None:
                     file.seek(base + places[f"{name}.{key}"].start)
                     file.write(part.contiguous().view(torch.uint8).numpy().data)
                 digests[name] = weight.digest()
+                heap.trim()
             file.seek(0)
             _head(file, header, plan, digest_of(digests))
             file.flush()

@@ -159,12 +159,12 @@ def resolve(spec: PrecisionSpec, outline: Outline, label: str = "") -> Precision
     base = own if spec.default == AUTO else spec.default
     compute = spec.compute if spec.compute != AUTO else base if is_float(base) else own
     by_module = _matched(spec.modules, outline)
-    wanted: dict[str, tuple[str, str]] = {}  # module -> format, and the key that asked for it
+    wanted: dict[str, tuple[str, str]] = {}  # parameter -> format, and the key that asked for it
     for weight in outline.weights:
-        wanted[weight.module] = _wanted(weight.module, weight.role, weight.kind, spec, by_module, own, compute)
+        wanted[weight.name] = _wanted(weight, spec, by_module, own, compute)
     tensors, untied = [], False
     for weight in outline.weights:
-        tensors.append(_place(weight, wanted[weight.module][0], compute))
+        tensors.append(_place(weight, wanted[weight.name][0], compute))
         if weight.module == outline.embedding and outline.tied and outline.head:
             asked = by_module.get(outline.head, spec.head)
             head = own if asked == AUTO else asked
@@ -173,7 +173,7 @@ def resolve(spec: PrecisionSpec, outline: Outline, label: str = "") -> Precision
                 untied = True
                 note = "; ".join(p for p in (placed.note, "untied: the embedding is in another format") if p)
                 tensors.append(TensorPlan(**{**asdict(placed), "note": note}))
-                wanted[outline.head] = (head, "head" if outline.head not in by_module else "modules")
+                wanted[copy.name] = (head, "head" if outline.head not in by_module else "modules")
     _refuse_idle_groups(tensors, wanted)
     return PrecisionPlan(
         label=label or spec.default,
@@ -220,15 +220,13 @@ def _matched(patterns: dict[str, str], outline: Outline) -> dict[str, str]:
     return {module: name for module, (name, _) in chosen.items()}
 
 
-def _wanted(
-    module: str, role: str, kind: str, spec: PrecisionSpec, by_module: dict[str, str], own: str, compute: str
-) -> tuple[str, str]:
-    """The format asked for one module, and the key that did."""
-    if module in by_module and kind != "vector":
-        name, key = by_module[module], "modules"
-    elif role in ROLES and (given := getattr(spec, role)) is not None:
-        name, key = given, role
-    elif role in ("embedding", "head", "vector") and not is_float(spec.default):
+def _wanted(weight: Weight, spec: PrecisionSpec, by_module: dict[str, str], own: str, compute: str) -> tuple[str, str]:
+    """The format asked for one weight, and the key that did."""
+    if weight.module in by_module and weight.kind != "vector":
+        name, key = by_module[weight.module], "modules"
+    elif weight.role in ROLES and (given := getattr(spec, weight.role)) is not None:
+        name, key = given, weight.role
+    elif (weight.role in ("embedding", "head", "vector") or weight.kind == "table") and not is_float(spec.default):
         # Integers are for the layers; what is looked up or comes last changes only when it is named.
         name, key = compute, ""
     else:
@@ -261,7 +259,7 @@ def _refuse_idle_groups(tensors: list[TensorPlan], wanted: dict[str, tuple[str, 
     """Refuse a key whose format none of its weights can bear: the result would bear its name without having it."""
     asked: dict[tuple[str, str], list[TensorPlan]] = {}
     for t in tensors:
-        name, key = wanted[t.module]
+        name, key = wanted[t.name]
         if t.kind in ("matrix", "table") and key and FORMATS[name].quantised:
             asked.setdefault((key, name), []).append(t)
     for (key, name), members in asked.items():

@@ -79,6 +79,7 @@ class CalibrationSpec(_Part):
     documents: str = Field("file", description="As under dataset")
     context: int = Field(512, ge=8, le=1 << 16, description="Tokens per window")
     windows: int = Field(32, ge=1, le=1 << 14, description="Windows, taken evenly from the whole text")
+    skip: Share = Field(0.0, ge=0, lt=1, description="Share of the text, from its start, that is left alone")
     allow_overlap: bool = Field(False, description="Calibrate even on text that is evaluated; recorded in the result")
 
 

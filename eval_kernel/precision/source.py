@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -38,29 +37,30 @@ PIECE = 1 << 20
 
 
 class Mapped:
-    """Files mapped into memory. Nothing is written back; tensors taken from here keep their file mapped."""
+    """One tensor as it lies in its file, mapped, not copied. Nothing is written back.
 
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
+    The file stays mapped as long as ``tensor`` is used anywhere, and not longer.
+    """
 
-    def view(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor as it lies in the file, without a copy."""
-        if info.file not in self._maps:
-            with info.file.open("rb") as file:
-                self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensor: torch.Tensor
+
+    def __init__(self, info: TensorInfo) -> None:
         dtype = DTYPES[info.dtype]
         if info.start == info.end:
-            return torch.empty(info.shape, dtype=dtype)
+            self._map = None
+            self.tensor = torch.empty(info.shape, dtype=dtype)
+            return
+        begin = info.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with info.file.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), info.end - begin, access=mmap.ACCESS_COPY, offset=begin)
         count = (info.end - info.start) // dtype.itemsize
-        flat = torch.frombuffer(self._maps[info.file], dtype=dtype, count=count, offset=info.start)
-        return flat.reshape(info.shape)
+        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=info.start - begin)
+        self.tensor = flat.reshape(info.shape)
 
-    def release(self, info: TensorInfo) -> None:
-        """Give the tensor's pages back to the system; they are read again when they are touched again."""
-        mapped = self._maps.get(info.file)
-        if mapped is not None and info.end > info.start and hasattr(mmap, "MADV_DONTNEED"):
-            start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
-            mapped.madvise(mmap.MADV_DONTNEED, start, info.end - start)
+    def release(self) -> None:
+        """Give the pages back to the system; they are read again when they are touched again."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class Origin(Protocol):
@@ -89,28 +89,29 @@ class Files:
         assert skeleton.tensors is not None
         self.module, self._tensors = skeleton.module, skeleton.tensors
         self._where = f"model {checkpoint.directory}"
-        self._mapped = Mapped()
 
     def floats(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The mapped tensor itself where nothing changes, else a copy made in pieces."""
-        info = self._tensors[name]
-        view = self._mapped.view(info)
+        mapped = Mapped(self._tensors[name])
+        view = mapped.tensor
         if view.dtype == dtype and device.type == "cpu":
             check_finite(view, name, self._where)
+            mapped.release()  # read so far for its check alone; who uses it first may replace it
             return view
         out = torch.empty(view.shape, dtype=dtype, device=device)
         source, target = view.reshape(-1), out.reshape(-1)
         for start in range(0, len(source), PIECE):
-            target[start : start + PIECE] = source[start : start + PIECE].to(dtype)
-        self._mapped.release(info)
+            target[start : start + PIECE].copy_(source[start : start + PIECE])
+            mapped.release()
         check_finite(out, name, self._where)
         return out
 
     def rows(self, weight: Weight, chunks: list[tuple[int, int]]) -> Iterator[tuple[int, int, torch.Tensor]]:
         """See ``Origin``."""
-        info = self._tensors[weight.name]
-        yield from _rows(self._mapped.view(info), weight, chunks, self._where)
-        self._mapped.release(info)
+        mapped = Mapped(self._tensors[weight.name])
+        for found in _rows(mapped.tensor, weight, chunks, self._where):
+            yield found
+            mapped.release()
 
 
 class Whole:
@@ -188,12 +189,10 @@ def _by_transformers(checkpoint: Checkpoint, dtype: torch.dtype | str) -> Any:
 
 def check_finite(tensor: torch.Tensor, name: str, where: str, first: int = 0) -> None:
     """Raise ``ModelNotFinite`` naming the first NaN or infinity; the tensor's row 0 is the weight's row ``first``."""
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.numel() == 0:
         return
-    # A sum is non-finite whenever an element is; only then is the element looked for.
-    flat = tensor.reshape(-1)
-    sums = (flat[i : i + PIECE].sum(dtype=torch.float64) for i in range(0, len(flat), PIECE))
-    if all(bool(torch.isfinite(s)) for s in sums):
+    # Both pass a NaN on, and neither needs memory; only when one is not finite is the place looked for.
+    if all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor)):
         return
     bad = (~torch.isfinite(tensor)).nonzero()
     if len(bad):

@@ -11,18 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM
 
 from eval_kernel import checkpoint
 from eval_kernel.errors import ModelNotFinite
@@ -32,80 +21,11 @@ from eval_kernel.precision.modules import QuantisedEmbedding, QuantisedLinear
 from eval_kernel.precision.plan import PrecisionPlan, resolve
 from eval_kernel.precision.policy import as_spec, label_of
 from eval_kernel.spec import ModelSpec, parse_spec
-from tests.support.models import write_char_tokenizer
+from tests.support.precision import gemma, gpt2, llama, logits, mixtral, write
 
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
-IDS = torch.arange(24).reshape(2, 12)
-
-
-def write(directory: Path, module: Any, dtype: torch.dtype = torch.float32) -> Path:
-    """Save a model with seeded weights of a realistic spread."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.08, generator=generator)
-            elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.02, generator=generator)
-    logging.disable_progress_bar()
-    module.to(dtype).save_pretrained(directory)
-    return write_char_tokenizer(directory)
-
-
-def llama(*, tied: bool = True) -> Any:
-    """Two layers, width 64."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
-def gpt2() -> Any:
-    """Linear layers that are stored transposed, learned positions, biases."""
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=4))
-
-
-def gemma() -> Any:
-    """An embedding that multiplies by the root of the width, sliding windows, a tied head."""
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=32,
-            sliding_window=8,
-            max_position_embeddings=64,
-        )
-    )
-
-
-def mixtral() -> Any:
-    """Experts that are one tensor each in the file and merged in the module: only transformers can load it."""
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=2,
-            max_position_embeddings=64,
-        )
-    )
 
 
 def opened(directory: Path, precision: Any, cache: Path) -> tuple[checkpoint.Checkpoint, PrecisionPlan, str]:
@@ -121,13 +41,6 @@ def loaded(directory: Path, precision: Any, cache: Path, notes: list[str] | None
     """Load a model in a precision."""
     found, made, digest = opened(directory, precision, cache)
     return loading.load(found, digest, made, CPU, cache, [].append if notes is None else notes.append)
-
-
-def logits(module: Any) -> torch.Tensor:
-    """The logits of a few fixed tokens."""
-    with torch.inference_mode():
-        found: torch.Tensor = module(input_ids=IDS, use_cache=False).logits
-    return found
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, gemma, mixtral])
@@ -172,7 +85,10 @@ def test_quantised_layers_equal_a_float_model_with_the_dequantised_weights(
             place.copy_(values.t() if place.shape != values.shape or _is_conv(expected, name) else values)
 
     assert {t.name for t in plan.tensors if t.quantised} == set(pack.weights)
-    assert 0 < len(pack.weights)
+    layers = [t for t in plan.tensors if t.kind == "matrix" and t.role in ("attention", "mlp")]
+    assert 4 <= len(layers)
+    if precision in ("int8", "int4-g32"):
+        assert {precision} == {t.format for t in layers}
     assert torch.allclose(logits(expected), logits(module), atol=2e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ from eval_kernel.errors import PrecisionUnsupported, SpecError
 from eval_kernel.precision.formats import FORMATS
 from eval_kernel.precision.plan import (
     PrecisionPlan,
+    Weight,
     as_mapping,
     bytes_by_class,
     formats_by_class,
     patterns,
     resolve,
 )
-from eval_kernel.precision.policy import as_spec, label_of
+from eval_kernel.precision.policy import PrecisionSpec, as_spec, label_of
 from eval_kernel.spec import parse_spec
 from tests.support.outlines import llama
 
@@ -64,6 +66,20 @@ def test_modules_win_over_roles_and_roles_over_the_default() -> None:
     assert "int8" == named["model.layers.0.self_attn.q_proj"]
     assert "int4-g32" == named["model.layers.0.mlp.down_proj"]
     assert "bf16" == named["model.layers.1.mlp.down_proj"]
+
+
+def test_a_bias_does_not_change_its_layers_format() -> None:
+    """It stays a float beside integers; so do tables of positions, unless they are named."""
+    bias = Weight("model.layers.0.mlp.up_proj.bias", "model.layers.0.mlp.up_proj", "vector", "vector", 1, 128)
+    positions = Weight("model.wpe.weight", "model.wpe", "other", "table", 64, 64)
+    outline = llama()
+    wider = replace(outline, weights=(*outline.weights, bias, positions))
+    named = resolve(as_spec("int8"), wider).named()
+
+    assert ["int8", "fp32", "fp32"] == [
+        named[name].format for name in ("model.layers.0.mlp.up_proj.weight", bias.name, positions.name)
+    ]
+    assert "int8" == resolve(PrecisionSpec(other="int8"), wider).named()[positions.name].format
 
 
 def test_the_brief_quantises_a_tied_table_once() -> None:
