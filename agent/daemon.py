@@ -35,6 +35,8 @@ STORE_BATCH = 32
 STORE_PAUSE_SECONDS = 1.0
 #: When stopping: what a worker that is told to stop gets, and what the last reports get.
 STOP_SECONDS, LAST_WORDS_SECONDS = 2.0, 5.0
+#: How often an agent that stops looks whether the coordinator is still there.
+LINK_GLANCE_SECONDS = 0.5
 
 
 class Pulse:
@@ -318,8 +320,10 @@ class Daemon:
             await self._pulse.until(lambda: session.running is None, STOP_SECONDS + 1.0)
         left = max(end - time.monotonic(), 0.0)
         await self._pulse.until(lambda: not session.to_store(), LAST_WORDS_SECONDS)
-        if self._link.up:
-            await self._pulse.until(lambda: not session.has_results, max(left, LAST_WORDS_SECONDS))
+        end = time.monotonic() + max(left, LAST_WORDS_SECONDS)
+        # What is not acknowledged is on the disk: without a coordinator to say so there is nothing to wait for.
+        while self._link.up and session.has_results and time.monotonic() < end:
+            await self._pulse.until(lambda: not session.has_results, LINK_GLANCE_SECONDS)
         if self._link.up:
             try:
                 async with asyncio.timeout(STOP_SECONDS):
