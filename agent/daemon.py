@@ -23,7 +23,7 @@ from agent.link import Backoff, Link
 from agent.logs import Logger, WorkerLog
 from agent.probe import Capabilities
 from agent.session import Session
-from agent.spool import Corrupted, Spool, SpoolEntry, StateDirectory
+from agent.spool import Corrupted, ResultKey, Spool, SpoolEntry, StateDirectory, remedy
 from agent.work import Settled, Verdict, Work
 from eval_kernel.errors import DirectoryUnusable, FedevalError, StaleIncarnation
 
@@ -240,29 +240,31 @@ class Daemon:
             self._session.finished(outcome)
 
     async def _store(self) -> None:
+        keys: list[ResultKey] = []
         while True:
             entries = self._session.to_store()[:STORE_BATCH]
-            keys = self._session.to_remove()
+            keys += self._session.to_remove()
             if not entries and not keys:
                 await self._pulse.wait()
                 continue
             try:
                 async with self._disk:
                     await asyncio.to_thread(self._spool.remove, keys)
+                    keys.clear()
                     if entries:
                         await asyncio.to_thread(self._spool.put, entries)
             except OSError as error:
                 reason = f"the spool {self._spool.directory} cannot be written ({error.strerror})"
-                if not self._session.storage_problem:
-                    self._log.error("work pauses", reason=reason, remedy="free space on that disk")
-                self._session.store_failed(reason)
+                if reason != self._session.storage_problem:
+                    self._log.error("work pauses", reason=reason, remedy=remedy(error))
+                if given_back := self._session.store_failed(reason):
+                    self._log.warning("shards are given back while results cannot be stored", count=given_back)
                 await asyncio.sleep(STORE_PAUSE_SECONDS)
                 continue
-            if entries:
-                if self._session.storage_problem:
-                    self._log.info("the spool can be written again")
-                self._session.stored(entry.key for entry in entries)
-                self._pulse.fire()
+            if self._session.storage_problem:
+                self._log.info("the spool can be written again")
+            self._session.stored(entry.key for entry in entries)
+            self._pulse.fire()
 
     async def _report(self) -> None:
         backoff = Backoff()

@@ -3,7 +3,9 @@
 Theory. *Held* is what the present registration was given and has not answered for; the heartbeat lists it.
 A piece of work waits in the *queue*, is *running* (one at a time), and leaves a *result*. A shard's sums are
 *stored* (on disk, by the caller) before they may be sent; failures and plans need no disk: if they are lost,
-the lease runs out and the work is done again. A result is forgotten on its acknowledgement only. Sequences
+the lease runs out and the work is done again. While the disk refuses, what was not begun is given back (no
+longer named), and after a few refusals so is the shard whose result waits: another agent may score it, and the
+first result counts. A result is forgotten on its acknowledgement only. Sequences
 count from 1 in each report stream; a new stream sends everything unacknowledged again, in order.
 
 Methods take events and return what the caller must do; ``check`` states the invariants.
@@ -26,6 +28,8 @@ HOLD_SECONDS = 2.0
 MIN_HELD, MAX_HELD = 2, 64
 #: Results in memory that the disk has not taken; with so many, no new work is begun.
 MAX_UNSTORED = 8
+#: Refused writes in a row after which a shard whose result cannot be stored is given back.
+STORE_TRIES = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +51,15 @@ class _Result:
 class Session:
     """What one agent has to do and to say. Not thread-safe; every method returns at once."""
 
-    def __init__(self, *, credit: int, part_shards: int) -> None:
-        """``credit``: messages that may be unacknowledged; ``part_shards``: shards in one ``PlanPart``."""
+    def __init__(self, *, credit: int, part_shards: int, store_tries: int = STORE_TRIES) -> None:
+        """``credit``: messages that may be unacknowledged; ``part_shards``: shards in one ``PlanPart``.
+
+        ``store_tries``: refused writes in a row after which unstored results no longer hold their shards.
+        """
         self._credit = credit
         self._part_shards = part_shards
+        self._store_tries = store_tries
+        self._store_refusals = 0  # in a row
         self.coordinator = ""  # identity of the coordinator registered with; "" before the first time
         self._held: dict[Held, int] = {}  # -> serial number of the grant
         self._grants = 0
@@ -116,7 +125,7 @@ class Session:
 
     def assigned(self, works: Sequence[Work]) -> None:
         """Take an assignment. Work that is queued, running or done is held again, but not done twice."""
-        if self.draining:
+        if self.draining or self.storage_problem:
             return  # not listed as held from now on: the lease runs out, or the good-bye returns it
         busy: set[Held | None] = {work.held for work in self._queue}
         busy.update((r.job, r.index) for r in self._results if self._is_answer(r))
@@ -155,6 +164,7 @@ class Session:
             self._results.append(_Result(self.coordinator, job, index, outcome, stored=True, parts=parts))
             return
         self._results.append(_Result(self._running_for, job, index, outcome, stored=False))
+        self._give_back_unstored()
         seconds = outcome.execution.seconds
         self._shard_seconds = seconds if self._shard_seconds is None else (self._shard_seconds + seconds) / 2
 
@@ -186,9 +196,7 @@ class Session:
     def drain(self) -> None:
         """Take nothing new, drop what was not begun."""
         self.draining = True
-        for work in self._queue:
-            self._held.pop(work.held, None)
-        self._queue.clear()
+        self._give_back_queue()
 
     @property
     def num_results(self) -> int:
@@ -207,17 +215,23 @@ class Session:
         return [SpoolEntry(r.key, r.body) for r in self._results if not r.stored and isinstance(r.body, ScoredShard)]
 
     def stored(self, keys: Iterable[ResultKey]) -> None:
-        """These results are durable on this machine now, and may be sent."""
+        """The disk took everything it was given: these results are durable on this machine now, and may be sent."""
         done = set(keys)
         self.storage_problem = ""
+        self._store_refusals = 0
         for result in self._results:
             if result.key in done and isinstance(result.body, ScoredShard):
                 result.stored = True
         self._results = [r for r in self._results if r.coordinator == self.coordinator or not r.stored]
 
-    def store_failed(self, reason: str) -> None:
-        """The disk refused; work pauses, and the caller tries again."""
+    def store_failed(self, reason: str) -> int:
+        """The disk refused: work pauses, and the caller tries again. Return how many shards were given back."""
+        before = len(self._held)
         self.storage_problem = reason
+        self._store_refusals += 1
+        self._give_back_queue()
+        self._give_back_unstored()
+        return before - len(self._held)
 
     def to_remove(self) -> list[ResultKey]:
         """Return, once, the entries whose files are no longer needed; remove them before more is stored."""
@@ -286,7 +300,22 @@ class Session:
     def _stuck(self) -> bool:
         """Whether the disk does not take what is computed."""
         unstored = sum(not r.stored for r in self._results)
-        return unstored >= MAX_UNSTORED or (unstored > 0 and bool(self.storage_problem))
+        return unstored >= MAX_UNSTORED or bool(self.storage_problem)
+
+    def _give_back_queue(self) -> None:
+        """Hold no longer what was not begun."""
+        for work in self._queue:
+            self._held.pop(work.held, None)
+        self._queue.clear()
+
+    def _give_back_unstored(self) -> None:
+        """After too many refusals, hold no longer the shards whose results wait for the disk."""
+        if self._store_refusals >= self._store_tries:
+            for result in self._unstored_here():
+                self._held.pop((result.job, result.index), None)
+
+    def _unstored_here(self) -> list[_Result]:
+        return [r for r in self._results if not r.stored and r.coordinator == self.coordinator]
 
     def _is_answer(self, result: _Result) -> bool:
         """Whether a result answers an assignment; a failure does not, since its shard may be given again."""
@@ -326,6 +355,10 @@ class Session:
         assert not today & set(queued), f"done and queued: {self!r}"
         assert running is None or running not in today, f"done and running: {self!r}"
         assert not (self.draining and queued), f"draining with a queue: {self!r}"
+        assert not (self.storage_problem and queued), f"holds what it cannot begin: {self!r}"
+        if self._store_refusals >= self._store_tries:
+            kept = [r.key for r in self._unstored_here() if (r.job, r.index) in self._held]
+            assert not kept, f"still held, though their results cannot be stored: {kept}"
         assert len(self._flying) <= self._credit, f"beyond the credit: {self!r}"
         assert all(r.stored for r in self._flying.values()), f"sent before it was stored: {self!r}"
         assert all(r.stored for r in self._results if not isinstance(r.body, ScoredShard))

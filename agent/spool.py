@@ -6,6 +6,7 @@ or absent. Whoever calls decides when; every method here blocks, and ``OSError``
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -109,6 +110,21 @@ class StateDirectory:
             raise DirectoryUnusable(f"{file} cannot be read or written ({error}); name the agent with --name") from None
 
 
+def remedy(error: OSError) -> str:
+    """Return what a person can do about a spool that cannot be written; work goes on by itself afterwards."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return "free space on that disk"
+        case errno.EROFS:
+            return "mount that disk writable"
+        case errno.EACCES | errno.EPERM:
+            return "give this user the right to write in that directory"
+        case errno.ENOENT | errno.ENOTDIR | errno.EEXIST:
+            return "make that directory again: something on its path was removed or is no directory"
+        case _:
+            return "repair that disk, or restart the agent with another --state"
+
+
 class Spool:
     """Results on disk, from the moment they are computed to their durable acknowledgement."""
 
@@ -123,7 +139,11 @@ class Spool:
             ) from None
 
     def put(self, entries: Iterable[SpoolEntry]) -> None:
-        """Make the entries durable. Raises ``OSError``: then repeat with all of them."""
+        """Make the entries durable, and the directory anew if it is gone.
+
+        Raises ``OSError``: then repeat with all of them.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for entry in entries:
             body = {
                 "format": _FORMAT,
@@ -142,7 +162,12 @@ class Spool:
             self._file(key).unlink(missing_ok=True)
 
     def load(self) -> tuple[list[SpoolEntry], list[Corrupted]]:
-        """Return every whole entry, and what had to be moved aside. Raises ``OSError``."""
+        """Return every whole entry, and what had to be moved aside; nothing if the directory is gone.
+
+        Raises ``OSError``.
+        """
+        if not self.directory.exists():
+            return [], []
         entries: list[SpoolEntry] = []
         corrupted: list[Corrupted] = []
         for path in sorted(self.directory.iterdir()):

@@ -430,6 +430,35 @@ def test_a_full_disk_pauses_work_and_loses_nothing(tmp_path: Path, monkeypatch: 
     run(body)
 
 
+def test_an_agent_without_a_disk_leaves_the_job_to_a_healthy_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One agent's spool refuses for ever: the other one completes the job, the stuck shard included."""
+    spec = fake_spec(shards=20, delay=0.02)
+    real = Spool.put
+
+    def put(self: Spool, entries: Any) -> None:
+        if self.directory.parent.name == "a1":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        real(self, entries)
+
+    monkeypatch.setattr(Spool, "put", put)
+    monkeypatch.setattr("agent.daemon.STORE_PAUSE_SECONDS", 0.1)
+
+    async def body(coordinator: FakeCoordinator) -> None:
+        job = coordinator.add_job("job", spec, reference_plan(spec))
+        async with an_agent(coordinator, tmp_path):
+            await until(lambda: any("Read-only" in a for a in activities(coordinator)["a1"]))
+            async with an_agent(coordinator, tmp_path, "a2"):
+                partials = await coordinator.completed("job")
+
+        assert reference_partials(spec) == partials
+        assert {1} == set(job.arrivals.values())
+        assert "mount that disk writable" in (tmp_path / "a1.log").read_text()
+
+    run(body)
+
+
 def test_stopping_finishes_the_running_shard(tmp_path: Path) -> None:
     """A stop lets the running shard end and be acknowledged, gives the rest back, and says good-bye."""
     spec = fake_spec(shards=4, delay=1.0)

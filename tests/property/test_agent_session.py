@@ -13,7 +13,7 @@ from eval_kernel.errors import FedevalError, ModelNotFound, ShardError, SpecErro
 from eval_kernel.partial import Execution, Partial, ScoredShard
 from eval_kernel.plan import ShardPlan
 
-CREDIT, PART = 5, 3
+CREDIT, PART, STORE_TRIES = 5, 3, 3
 JOBS = ("j0", "j1")
 COORDINATORS = ("c0", "c1")
 
@@ -33,7 +33,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.session = Session(credit=CREDIT, part_shards=PART)
+        self.session = Session(credit=CREDIT, part_shards=PART, store_tries=STORE_TRIES)
         self.disk: dict[ResultKey, ScoredShard] = {}
         self.acknowledged: set[ResultKey] = set()
         self.computed: set[ResultKey] = set()
@@ -129,12 +129,16 @@ class SessionMachine(RuleBasedStateMachine):
         self.clean()  # as the daemon does: first what may go, then what comes
         entries = self.session.to_store()[:count]
         self.disk.update({entry.key: entry.scored for entry in entries})
-        if entries:
-            self.session.stored(entry.key for entry in entries)
+        self.session.stored(entry.key for entry in entries)
 
     @rule()
     def disk_full(self) -> None:
-        self.session.store_failed("no space")
+        before = set(self.session.heartbeat().holdings)
+        given_back = self.session.store_failed("no space")
+        after = set(self.session.heartbeat().holdings)
+
+        assert after <= before
+        assert given_back == len(before - after)
 
     @rule()
     def clean(self) -> None:
@@ -188,6 +192,10 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def requests_are_bounded(self) -> None:
         assert 0 <= self.session.wanted() <= MAX_HELD
+
+    @invariant()
+    def a_broken_disk_takes_nothing_new(self) -> None:
+        assert not self.session.storage_problem or self.session.wanted() == 0
 
     def teardown(self) -> None:
         """Left in peace, the session comes to rest with everything acknowledged."""
@@ -353,11 +361,12 @@ def test_fast_shards_are_asked_for_in_larger_numbers() -> None:
 
 
 def test_a_full_disk_stops_work_and_requests() -> None:
-    """While a result cannot be stored nothing is begun, asked for or sent."""
+    """While a result cannot be stored nothing is begun, asked for, taken or sent."""
     session = drive(2)
     session.next_work()
     session.finished(scored(0))
     session.store_failed("no space")
+    session.assigned([Work("j0", "{}", "{}", shard(2))])
     session.stream_opened()
 
     assert None is session.next_work()
@@ -365,8 +374,30 @@ def test_a_full_disk_stops_work_and_requests() -> None:
     assert [] == session.to_send()
 
     session.stored([entry.key for entry in session.to_store()])
+    session.assigned([Work("j0", "{}", "{}", shard(1))])
     assert 1 == len(session.to_send())
     assert session.next_work() is not None
+
+
+def test_a_broken_disk_gives_shards_back_and_keeps_the_result() -> None:
+    """The first refusal gives back what was not begun, the third the shard that waits; its result is still sent."""
+    session = Session(credit=CREDIT, part_shards=PART, store_tries=3)
+    session.registered("c0")
+    session.assigned([Work("j0", "{}", "{}", shard(index)) for index in range(3)])
+    session.next_work()
+    session.finished(scored(0))
+    named = [session.heartbeat().holdings]
+    given_back = []
+    for _ in range(4):
+        given_back.append(session.store_failed("no such directory"))
+        named.append(session.heartbeat().holdings)
+    session.stream_opened()
+    session.stored([entry.key for entry in session.to_store()])
+
+    waiting = (("j0", 0),)
+    assert [(*waiting, ("j0", 1), ("j0", 2)), waiting, waiting, (), ()] == named
+    assert [2, 0, 1, 0] == given_back
+    assert [scored(0)] == [message.body for message in session.to_send()]
 
 
 def test_answers_to_the_rest_of_a_dropped_plan_are_ignored() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.spool import ResultKey, Spool, SpoolEntry, StateDirectory
+from agent.spool import ResultKey, Spool, SpoolEntry, StateDirectory, remedy
 from eval_kernel.errors import DirectoryLocked, DirectoryUnusable
 from eval_kernel.partial import Execution, NonFinite, Partial, RowSums, ScoredShard
 
@@ -40,6 +41,33 @@ def test_a_second_put_replaces_the_first(tmp_path: Path) -> None:
     spool.put([an_entry(1)])
 
     assert ([an_entry(1)], []) == spool.load()
+
+
+def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    """Without its directory, parents included, a spool is empty; the next put makes it anew."""
+    spool = Spool(tmp_path / "state" / "spool")
+    shutil.rmtree(tmp_path / "state")
+    empty = spool.load()
+    spool.remove([an_entry(1).key])
+    spool.put([an_entry(1)])
+
+    assert ([], []) == empty
+    assert ([an_entry(1)], []) == spool.load()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EROFS, "mount that disk writable"),
+        (errno.EACCES, "the right to write"),
+        (errno.ENOENT, "make that directory again"),
+        (errno.EIO, "repair that disk"),
+    ],
+)
+def test_the_remedy_fits_the_fault(number: int, text: str) -> None:
+    """What a person is told to do depends on why the disk refused."""
+    assert text in remedy(OSError(number, os.strerror(number)))
 
 
 def test_removed_entries_are_gone_and_removal_repeats(tmp_path: Path) -> None:
