@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fedeval.wire.messages import manifest_from_json
 
-from eval_kernel.errors import PlanRefused
+from eval_kernel.errors import PlanRefused, reason
 from eval_kernel.plan import Manifest, Plan, ShardPlan
+from eval_kernel.precision import section
 
 #: Shards a job may have: what the coordinator can hold in memory with room to spare (about 1 KiB each).
 MAX_SHARDS = 2_000_000
@@ -30,10 +32,11 @@ class PlanAssembly:
         """Begin with none."""
         self._open: dict[str, _Open] = {}
 
-    def add(self, job: str, manifest_json: str, shards: Sequence[ShardPlan], *, last: bool) -> Plan | None:
+    def add(self, job: str, manifest_json: str, shards: Iterable[ShardPlan], *, last: bool) -> Plan | None:
         """Take a part; return the plan with the last one, ``None`` before.
 
-        Raises ``PlanRefused`` for parts that make no plan, and forgets what there was of it.
+        ``shards`` may raise ``ValueError`` when it is read, for one that is none. Raises ``PlanRefused`` for parts that
+        make no plan, and forgets what there was of it.
         """
         try:
             return self._add(job, manifest_json, shards, last=last)
@@ -48,7 +51,7 @@ class PlanAssembly:
         """Forget what there is of a job's plan."""
         self._open.pop(job, None)
 
-    def _add(self, job: str, manifest_json: str, shards: Sequence[ShardPlan], *, last: bool) -> Plan | None:
+    def _add(self, job: str, manifest_json: str, shards: Iterable[ShardPlan], *, last: bool) -> Plan | None:
         plan = self._open.get(job)
         if plan is None:
             if len(self._open) >= MAX_OPEN:
@@ -59,6 +62,7 @@ class PlanAssembly:
                     f"job {job} would have {manifest.shards} shards; at most {MAX_SHARDS} are possible: "
                     f"raise shard.tokens"
                 )
+            _check_readable(manifest)
             plan = self._open[job] = _Open(manifest_json, manifest)
         elif manifest_json != plan.manifest_json:
             raise PlanRefused(f"job {job}: the manifest differs between the parts of the plan")
@@ -69,3 +73,13 @@ class PlanAssembly:
             return None
         del self._open[job]
         return Plan(plan.manifest, tuple(plan.shards))
+
+
+def _check_readable(manifest: Manifest) -> None:
+    """Read the precision plan as every report of the job will; raises ``ValueError`` where that fails."""
+    try:
+        section.rule_part(manifest)
+        section.cost_text(manifest)
+        json.dumps(section.section(manifest, []), ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"precision_plan is no plan of a precision ({reason(error)})") from None

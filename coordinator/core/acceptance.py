@@ -5,15 +5,18 @@ What is wrong in itself (not on the grid, not finite) the wire refuses before it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from eval_kernel.gridsum import GRID_BITS, MAX_SHARD_TOKENS
-from eval_kernel.partial import MAX_PLACES, Partial, RowSums, ScoredShard
-from eval_kernel.plan import Manifest, Plan, ShardPlan
+from eval_kernel.partial import MAX_PLACES, Execution, Partial, RowSums, ScoredShard
+from eval_kernel.plan import MAX_COUNT, Manifest, Plan, ShardPlan
 
 #: Sums below this many steps are exact in float64, in any order (2^23 nats).
 MAX_STEPS = 1 << 53
+#: Bounds of what an agent tells of how it computed: seconds (30 years), entries of a table, characters of a text.
+MAX_SECONDS = 1e9
+MAX_ENTRIES = 64
+MAX_TEXT = 500
 _SUMS = ("steps", "tokens", "bytes", "words")
 
 
@@ -29,8 +32,7 @@ def contradiction(plan: ShardPlan, scored: ScoredShard) -> str | None:
         if total != added:
             return f"shard {plan.index}: {name} is {total}, its rows add up to {added}"
     problem = _steps(partial) or _rows(plan, partial.rows) or _nonfinite(plan, partial)
-    if problem is None and not 0 <= scored.execution.seconds < math.inf:
-        problem = f"it took {scored.execution.seconds} seconds, which no clock measures"
+    problem = problem or _execution(scored.execution)
     return None if problem is None else f"shard {plan.index}: {problem}"
 
 
@@ -83,6 +85,25 @@ def _nonfinite(plan: ShardPlan, partial: Partial) -> str | None:
     return None
 
 
+def _execution(execution: Execution) -> str | None:
+    """How it was computed goes into the journal and the report as it is: finite, and of bounded length."""
+    if not 0 <= execution.seconds <= MAX_SECONDS:  # NaN is neither
+        return f"it took {execution.seconds} seconds, which no clock measures"
+    if execution.threads < 0 or not 0 <= execution.peak_bytes <= MAX_COUNT:
+        return f"it says {execution.threads} threads and {execution.peak_bytes} bytes at its peak"
+    texts = [execution.device, execution.dtype]
+    for name, table in (("software", execution.software), ("precision", execution.precision)):
+        if len(table) > MAX_ENTRIES:
+            return f"its {name} has {len(table)} entries; at most {MAX_ENTRIES} are kept"
+        texts += [*table.keys(), *table.values()]
+    longest = max(map(len, texts))
+    return (
+        f"a text of {longest} characters tells how it was computed; at most {MAX_TEXT} are kept"
+        if (longest > MAX_TEXT)
+        else None
+    )
+
+
 def unusable(plan: Plan) -> str | None:
     """Return what keeps a plan from being run; ``None`` where nothing does. That it adds up, ``Plan`` itself checks."""
     if not plan.shards:
@@ -93,8 +114,6 @@ def unusable(plan: Plan) -> str | None:
                 f"shard {s.index} scores {s.tokens} tokens; between 1 and {MAX_SHARD_TOKENS} keep its sum exact "
                 f"on a grid of 2^-{GRID_BITS} nat"
             )
-        if min(s.bytes, s.words, s.input_tokens) < 0:
-            return f"shard {s.index} has a negative count: {s}"
         if not 0 <= s.first_document < s.end_document <= plan.manifest.documents:
             return f"shard {s.index} has documents [{s.first_document}, {s.end_document}) of {plan.manifest.documents}"
     return None

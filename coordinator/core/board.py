@@ -60,6 +60,7 @@ class Board:
             self.offers += 1
             return
         job = self.jobs[fact.job]
+        job.apply(fact)  # first, since it may refuse: then nothing has changed
         match fact:
             case f.JobFailed() | f.JobCancelled():
                 self.return_job(job, self.nodes.values())
@@ -71,7 +72,6 @@ class Board:
                 shard = job.shards[fact.shard]
                 self._drop(shard.lease)
                 shard.lease = None
-        job.apply(fact)
         if job.settled:
             for node in self.nodes.values():
                 node.forget(fact.job)

@@ -98,21 +98,23 @@ class Job:
     # ------------------------------------------------------------ durable
 
     def apply(self, fact: f.Fact) -> None:
-        """Make a fact true. ``IllegalTransition``, ``IndexError`` or ``ValueError``: it cannot follow."""
+        """Make a fact true, or raise and change nothing: ``IllegalTransition``, ``IndexError``, ``ValueError``."""
         if self.settled and not isinstance(fact, f.ShardDiverged):
             raise IllegalTransition(f"job {self.id} is {self.state.name}: {fact.kind} cannot follow")
         match fact:
             case f.JobPlanned():
+                digest = fact.plan.digest  # what can fail comes before what changes
                 self._advance(JobEvent.PLAN)
-                self.plan, self.plan_digest, self.planned_by = fact.plan, fact.plan.digest, fact.agent
+                self.plan, self.plan_digest, self.planned_by = fact.plan, digest, fact.agent
                 self.shards = [Shard(plan) for plan in fact.plan.shards]
                 self.counts[ShardState.WAITING] = len(self.shards)
                 self._waiting = list(range(len(self.shards)))
             case f.ShardCommitted():
                 self._commit(fact)
             case f.ShardDiverged():
+                value = (fact.shard, fact.agent, partial_digest(fact.scored.partial))
                 self.divergents.append(fact)
-                self.divergent_values.add((fact.shard, fact.agent, partial_digest(fact.scored.partial)))
+                self.divergent_values.add(value)
             case f.ShardFailed():
                 shard = self.shards[fact.shard]
                 if fact.gives_up:
@@ -146,10 +148,11 @@ class Job:
 
     def _commit(self, fact: f.ShardCommitted) -> None:
         partial, shard = fact.scored.partial, self.shards[fact.shard]
+        digest = partial_digest(partial)
         self.tally.add(partial)  # refuses a second commit before anything is changed
         self._move(shard, ShardEvent.COMMIT)
         self.commits[partial.shard] = Commit(
-            partial.shard, fact.agent, partial.steps, partial.tokens, fact.scored.execution, partial_digest(partial)
+            partial.shard, fact.agent, partial.steps, partial.tokens, fact.scored.execution, digest
         )
         self.input_tokens_done += shard.plan.input_tokens
         shards, tokens = self.done_by.get(fact.agent, (0, 0))

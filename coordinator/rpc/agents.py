@@ -15,7 +15,7 @@ from coordinator.rpc.convert import assignment, holding, holding_message
 from coordinator.rpc.guard import Context, guarded, name, required
 from coordinator.rpc.results import ResultStream
 from coordinator.runtime import Runtime
-from eval_kernel.errors import RequestInvalid, VersionRefused
+from eval_kernel.errors import RequestInvalid, VersionRefused, reason
 
 _log = structlog.get_logger("coordinator.rpc")
 
@@ -143,8 +143,10 @@ def _capabilities(text: str) -> dict[str, Any]:
         raise RequestInvalid(f"capabilities_json has {len(text)} characters; at most {_MAX_CAPABILITIES} are allowed")
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise RequestInvalid(f"capabilities_json is not JSON: {error}") from None
+        # What Python reads beyond JSON (NaN, half a surrogate pair) must not reach those who ask for the nodes.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestInvalid(f"capabilities_json is not JSON: {reason(error)}") from None
     if not isinstance(value, dict):
         raise RequestInvalid("capabilities_json is not a JSON object")
     return value

@@ -100,7 +100,8 @@ class ResultStream:
     async def _plan_part(
         self, agent: str, incarnation: str, job: str, message: agents_pb2.PlanPart
     ) -> tuple[Outcome, int]:
-        shards = [shard_from_message(shard) for shard in message.shards]
+        # Read where a wrong one is refused as a part of the plan.
+        shards = (shard_from_message(shard) for shard in message.shards)
         try:
             plan = self._plans.add(job, message.manifest_json, shards, last=message.last)
         except PlanRefused as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -103,6 +104,10 @@ def test_an_agent_of_another_protocol_is_refused_with_the_versions() -> None:
         ({"protocol_min": 2, "protocol_max": 1}, "protocol_min"),
         ({"capabilities_json": "{"}, "capabilities_json"),
         ({"capabilities_json": "[]"}, "capabilities_json"),
+        ({"capabilities_json": '{"a":NaN}'}, "capabilities_json"),
+        ({"capabilities_json": '{"a":1e999}'}, "capabilities_json"),
+        ({"capabilities_json": '{"a":"\\ud800"}'}, "capabilities_json"),
+        ({"capabilities_json": '{"a":' + "[" * 50_000 + "]" * 50_000 + "}"}, "capabilities_json"),
         ({"capabilities_json": '"' + "x" * (300 << 10) + '"'}, "capabilities_json"),
     ],
 )
@@ -559,6 +564,78 @@ def test_parts_that_make_no_plan_are_refused_and_count_as_a_failed_try() -> None
             assert JobState.PLANNING == (await there.client.job(job)).state
 
     serving(test, config=SchedulerConfig(max_tries=10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"parameters": float("nan")}, "parameters is nan"),
+        ({"model_type": "\ud800"}, "model_type holds half a surrogate pair"),
+        ({"documents": 10**400}, "documents is a number of 1329 bits"),
+        ({"bytes": None}, "bytes is None"),
+        ({"context": {"a": 1}}, "context is {'a': 1}"),
+        ({"zz": 1}, "unexpected keyword argument 'zz'"),
+        ({"precision_plan": "{}"}, "precision_plan is no plan of a precision"),
+        ({"precision_plan": "[" * 100_000}, "precision_plan is no plan of a precision"),
+    ],
+)
+def test_a_manifest_that_no_engine_makes_is_refused_and_the_job_goes_on(
+    changes: dict[str, object], detail: str
+) -> None:
+    """The refusal names the field; a sound plan is accepted after it and the job runs to its exact end."""
+
+    async def test(there: Served) -> None:
+        agent = await there.agent()
+        job = (await there.client.submit(SPEC)).status.job
+        await agent.acquire()
+        (message,) = agent.plan_messages(job, reference_plan(SPEC), 1000)
+        manifest = json.loads(message.plan_part.manifest_json)
+        message.plan_part.manifest_json = json.dumps({**manifest, **changes})
+        (answer,) = await agent.report([message])
+
+        assert V.VERDICT_REFUSED == answer.verdict
+        assert detail in answer.detail
+        assert "\n" not in answer.detail
+
+        await agent.acquire()
+        await agent.plan(job, reference_plan(SPEC))
+        messages = [agent.message(job, scored=scored_to_message(partial(i))) for i in range(6)]
+        await agent.report(messages)
+        report = await there.client.report(job)
+
+        assert reference_tally(SPEC).digest() == report["totals"]["digest"]
+
+    serving(test)
+
+
+@pytest.mark.parametrize(
+    ("manifest_json", "changes", "detail"),
+    [
+        ("[" * 100_000, {}, "not a manifest"),
+        ("null", {}, "not a manifest"),
+        (None, {"input_tokens": 1 << 62}, "shard 0: input_tokens is a number of 63 bits"),
+        (None, {"bytes": -1}, "shard 0: bytes is -1"),
+    ],
+)
+def test_a_plan_of_impossible_parts_is_refused(manifest_json: str | None, changes: dict[str, int], detail: str) -> None:
+    """Nesting beyond reason, no mapping at all, and counts whose sum would not fit 64 bits."""
+
+    async def test(there: Served) -> None:
+        agent = await there.agent()
+        job = (await there.client.submit(SPEC)).status.job
+        await agent.acquire()
+        (message,) = agent.plan_messages(job, reference_plan(SPEC), 1000)
+        if manifest_json is not None:
+            message.plan_part.manifest_json = manifest_json
+        for name, value in changes.items():
+            setattr(message.plan_part.shards[0], name, value)
+        (answer,) = await agent.report([message])
+
+        assert V.VERDICT_REFUSED == answer.verdict
+        assert detail in answer.detail
+        assert JobState.PLANNING == (await there.client.job(job)).state
+
+    serving(test)
 
 
 def test_an_agent_streams_only_so_many_plans_at_a_time() -> None:

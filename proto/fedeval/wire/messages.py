@@ -99,7 +99,7 @@ def shard_to_message(shard: ShardPlan) -> evaluation_pb2.Shard:
 
 
 def shard_from_message(message: evaluation_pb2.Shard) -> ShardPlan:
-    """Return the shard plan of a message."""
+    """Return the shard plan of a message; raises ``ValueError`` where a field is out of range."""
     return ShardPlan(**{name: getattr(message, name) for name in ShardPlan.__slots__})
 
 
@@ -112,7 +112,7 @@ def manifest_from_json(text: str) -> Manifest:
     """Return the manifest of a JSON text; raises ``ValueError`` where it is none."""
     try:
         return Manifest.from_json(json.loads(text))
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise ValueError(f"not a manifest: {error}") from None
 
 
