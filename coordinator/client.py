@@ -7,6 +7,7 @@ import json
 import random
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -83,7 +84,7 @@ class Client:
         return JobStatus.from_message(m.job)
 
     async def jobs(self) -> list[JobStatus]:
-        """Return all jobs, newest first."""
+        """Return all jobs, newest first; ``spec_json`` is empty in them."""
         m = await self._call(self._stub.ListJobs(jobs_pb2.ListJobsRequest(), timeout=self._timeout))
         return [JobStatus.from_message(job) for job in m.jobs]
 
@@ -116,7 +117,8 @@ class Client:
             try:
                 async for m in call:
                     retry = None
-                    status = JobStatus.from_message(m.job)
+                    # The specification stays the same, and a watch does not repeat it.
+                    status = replace(JobStatus.from_message(m.job), spec_json=status.spec_json)
                     yield status
                     if status.state.settled:
                         return

@@ -54,8 +54,10 @@ class Estimates:
         return value, half
 
 
-def job_status(scheduler: Scheduler, view: JobView, estimates: Estimates, now: float) -> jobs_pb2.JobStatus:
-    """Return the status message of a job."""
+def job_status(
+    scheduler: Scheduler, view: JobView, estimates: Estimates, now: float, *, with_spec: bool
+) -> jobs_pb2.JobStatus:
+    """Return the status message of a job; the specification may be as large as all the rest of many jobs together."""
     value, half = estimates.of(view)
     end = now if view.settled_at is None else view.settled_at
     left = view.input_tokens - view.input_tokens_done
@@ -78,7 +80,7 @@ def job_status(scheduler: Scheduler, view: JobView, estimates: Estimates, now: f
         nodes=[_progress(node) for node in view.nodes],
         age_seconds=max(0.0, end - view.submitted_at),
         eta_seconds=left / view.tokens_per_second if running else None,
-        spec_json=view.spec_json,
+        spec_json=view.spec_json if with_spec else "",
     )
 
 

@@ -49,7 +49,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         """Newest first."""
 
         def look(scheduler: Scheduler, now: float) -> list[jobs_pb2.JobStatus]:
-            return [job_status(scheduler, view, self._estimates, now) for view in scheduler.jobs()]
+            return [job_status(scheduler, view, self._estimates, now, with_spec=False) for view in scheduler.jobs()]
 
         return jobs_pb2.ListJobsResponse(jobs=await self._runtime.read(look))
 
@@ -77,7 +77,9 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         def look(scheduler: Scheduler, now: float) -> tuple[int, jobs_pb2.JobStatus | None]:
             view = scheduler.job(job)
             fresh = view.changed != seen
-            return view.changed, job_status(scheduler, view, self._estimates, now) if fresh else None
+            if not fresh:
+                return view.changed, None
+            return view.changed, job_status(scheduler, view, self._estimates, now, with_spec=False)
 
         while True:
             seen, status = await self._runtime.read(look)
@@ -110,5 +112,5 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
 
     async def _status(self, job: str) -> jobs_pb2.JobStatus:
         return await self._runtime.read(
-            lambda scheduler, now: job_status(scheduler, scheduler.job(job), self._estimates, now)
+            lambda scheduler, now: job_status(scheduler, scheduler.job(job), self._estimates, now, with_spec=True)
         )

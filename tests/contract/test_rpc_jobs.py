@@ -18,6 +18,7 @@ from coordinator.journal import MemoryJournal
 from coordinator.status import JobState
 from eval_kernel.errors import CallError, JobKeyConflict, JournalFull, SpecError, Unavailable, UnknownJob
 from eval_kernel.partial import Execution, ScoredShard
+from eval_kernel.spec import parse_spec
 from tests.support.fake_engine import fake_spec, reference_partials, reference_plan, reference_tally
 from tests.support.faulty_journal import FaultyJournal
 from tests.support.processes import until
@@ -157,6 +158,25 @@ def test_jobs_are_listed_newest_first_and_say_why_they_wait() -> None:
 
         assert [new, old] == [status.job for status in listed]
         assert all("no agent" in status.waiting[0] for status in listed)
+
+    serving(test)
+
+
+def test_only_the_answer_about_one_job_carries_its_specification() -> None:
+    """A list of many jobs with long specifications stays within a message; GetJob has the whole one."""
+
+    async def test(there: Served) -> None:
+        files = [f"/data/{i:05d}-{'x' * 80}.jsonl" for i in range(500)]
+        spec = parse_spec({"model": "hub:a/b", "dataset": {"source": files}}, where="job")
+        jobs = [(await there.client.submit(spec)).status.job for _ in range(3)]
+        listed = (await there.jobs.ListJobs(jobs_pb2.ListJobsRequest())).jobs
+        call = there.jobs.WatchJob(jobs_pb2.WatchJobRequest(job=jobs[0]))
+        watched = await call.read()
+        call.cancel()
+
+        assert 3 == len(listed)
+        assert {""} == {status.spec_json for status in listed} | {watched.job.spec_json}
+        assert spec.canonical() == (await there.client.job(jobs[0])).spec_json
 
     serving(test)
 

@@ -165,7 +165,7 @@ class JobStatus(_message.Message):
     """Seconds since submission, and estimated seconds to the end (absent when there is no estimate)."""
     eta_seconds: _builtins.float
     spec_json: _builtins.str
-    """eval_kernel.spec.JobSpec, canonical"""
+    """eval_kernel.spec.JobSpec, canonical; empty in the answers of ListJobs and WatchJob"""
     @_builtins.property
     def waiting(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why nothing, or not everything, is being worked on now; empty when all goes well. One line each."""
