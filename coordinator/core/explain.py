@@ -9,6 +9,8 @@ from coordinator.core.jobs import Job, Shard
 from coordinator.core.nodes import Node
 from coordinator.core.states import JobState, NodeState, Role, ShardState
 
+#: How a node's words about what it does begin where it can go no further by itself.
+PAUSED = "paused"
 #: What a node cannot do, by the code of its failure.
 CANNOT = {
     "DATASET_NOT_FOUND": "cannot read the dataset",
@@ -75,7 +77,14 @@ def _trouble(job: Job, nodes: Collection[Node], now: float) -> list[str]:
         holds = any(holding.job == job.id for holding in node.leases)
         if node.state is NodeState.SUSPECT and holds:
             lines.append(f"agent {node.agent} has been silent for {now - node.heard:.0f} s")
+        elif node.connected and node.activity.startswith(PAUSED) and holds:
+            lines.append(f"agent {node.agent}, which holds {_held(job, node)}, is {node.activity}")
     return lines
+
+
+def _held(job: Job, node: Node) -> str:
+    shards = sum(holding.job == job.id for holding in node.leases)
+    return "the planning" if job.state is JobState.PLANNING else "1 shard" if shards == 1 else f"{shards} shards"
 
 
 def _idle(job: Job, nodes: Collection[Node], role: Role, now: float) -> list[str]:
@@ -98,9 +107,17 @@ def _idle(job: Job, nodes: Collection[Node], role: Role, now: float) -> list[str
             others = sorted({holding.job for holding in node.leases})
             lines.append(f"agent {node.agent} is busy with job {', '.join(others)}")
         else:
-            doing = f" ({node.activity})" if node.activity else ""
-            lines.append(f"agent {node.agent} has not asked for work yet{doing}")
+            lines.append(_free(node))
     return lines
+
+
+def _free(node: Node) -> str:
+    """What is known of an active node that holds nothing."""
+    if node.activity in ("", "idle"):
+        return f"agent {node.agent} has not asked for work yet"
+    if node.activity.startswith(PAUSED):
+        return f"agent {node.agent} is {node.activity}"
+    return f"agent {node.agent} is busy ({node.activity})"
 
 
 def _times(count: int) -> str:

@@ -655,6 +655,32 @@ class TestWaiting:
         assert JobState.PLANNING is scheduler.job("j1").state
         assert PlanWork("j1", "{}") == scheduler.acquire("a1", "1", 1, "", 60.0)
 
+    def test_a_paused_agent_is_named_while_others_score(self) -> None:
+        """It keeps the job from ending, however well the others do."""
+        scheduler = running_job(4, agents=2)
+        take(scheduler, "a1", 0.0)
+        take(scheduler, "a2", 0.0)
+        scheduler.renew("a1", "1", [Holding("j1", 0)], "paused: no space", None, False, False, 0.0)
+        held = scheduler.waiting("j1", 0.0)
+        scheduler.renew("a1", "1", [Holding("j1", 0)], "scoring", None, False, False, 0.0)
+
+        assert ["agent a1, which holds 1 shard, is paused: no space"] == held
+        assert [] == scheduler.waiting("j1", 0.0)
+
+    def test_an_agent_without_work_says_what_it_does(self) -> None:
+        """Idle, busy with what holds no lease, and paused are told apart."""
+        scheduler = running_job(1)
+        said = []
+        for activity in ("idle", "loading the model", "paused: no space"):
+            scheduler.renew("a1", "1", [], activity, None, False, False, 0.0)
+            said += scheduler.waiting("j1", 0.0)
+
+        assert [
+            "agent a1 has not asked for work yet",
+            "agent a1 is busy (loading the model)",
+            "agent a1 is paused: no space",
+        ] == said
+
     def test_busy_silent_and_draining_agents_are_named(self) -> None:
         """Each agent that could work on a job and does not is explained."""
         scheduler = running_job(1, agents=3)
