@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,8 @@ def remembered(cache: Path, files: list[Path], compute: Callable[[], str]) -> st
     digest = compute()
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        temp = memo.with_name(f"{memo.name}.{os.getpid()}")
+        # Two threads of one process may be here at once, and each must have a file of its own to put in place.
+        temp = memo.with_name(f"{memo.name}.{os.getpid()}.{threading.get_ident()}")
         temp.write_text(digest)
         temp.replace(memo)
     except OSError as error:

@@ -9,8 +9,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -127,6 +129,29 @@ def test_a_damaged_digest_is_computed_anew(tmp_path: Path) -> None:
 
     assert "sha256:" + "b" * 64 == cachedir.remembered(tmp_path, [file], lambda: "sha256:" + "b" * 64)
     assert "sha256:" + "a" * 64 == first
+
+
+def test_a_digest_may_be_computed_by_two_threads_at_once(tmp_path: Path) -> None:
+    """Neither takes the other's file away before it is in place, however long the first one waits."""
+    file = tmp_path / "f"
+    file.write_bytes(b"x")
+    both = Barrier(2, timeout=60)
+    write_text = Path.write_text
+
+    def compute() -> str:
+        both.wait()
+        return "sha256:" + "a" * 64
+
+    def wait_for_the_other(path: Path, text: str) -> int:
+        written = write_text(path, text)
+        both.wait()
+        return written
+
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(2) as pool:
+        patched.setattr(Path, "write_text", wait_for_the_other)
+        found = list(pool.map(lambda _: cachedir.remembered(tmp_path, [file], compute), range(2)))
+
+    assert ["sha256:" + "a" * 64] * 2 == found
 
 
 @contextmanager
