@@ -26,6 +26,8 @@ from eval_kernel.precision.policy import Precision, PrecisionSpec
 from eval_kernel.windows import Bos, Policy, WindowRule
 from eval_kernel.yamlfile import read_yaml
 
+#: Beyond this not every reader of JSON tells one integer from the next.
+MAX_COUNT = 1 << 53
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
 #: A path or id; as long as a path may be, since a job's paths are made absolute.
 Location = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f]+$")]
@@ -72,10 +74,13 @@ class DatasetSpec(_Section):
         description="Text files: file | line | paragraph | regex:PATTERN (matches a document's first line)",
     )
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
-    limit: int | None = Field(None, ge=1, description="Only the first so many documents")
+    limit: int | None = Field(None, ge=1, le=MAX_COUNT, description="Only the first so many documents")
 
     @model_validator(mode="after")
     def _check(self) -> DatasetSpec:
+        unknown = [s for s in self.source if s.startswith("pydoc:") and s != "pydoc:topics"]
+        if unknown:
+            raise ValueError(f"source is {_short(unknown[0])}: the one text of this kind is pydoc:topics")
         kind, _, pattern = self.documents.partition(":")
         if kind == "regex" and pattern:
             import re
@@ -93,16 +98,16 @@ class WindowSpec(_Section):
     """How text is cut into windows; part of the metric's name (see ``eval_kernel.windows``)."""
 
     policy: Literal["rolling", "strided", "concat", "half"] = "rolling"
-    context: int | Literal["model"] = Field(
+    context: Annotated[int, Field(le=MAX_COUNT)] | Literal["model"] = Field(
         "model", description="Tokens the model sees at once; `model` is its own maximum, at most 2048"
     )
-    stride: int | None = Field(None, ge=1)
+    stride: int | None = Field(None, ge=1, le=MAX_COUNT)
     join: str | None = Field(
         None, description="String between documents (strided: join them; concat, half: default two newlines)"
     )
     drop_remainder: bool = False
     bos: Literal["auto", "every_window", "first", "none"] = "auto"
-    max_windows: int | None = Field(None, ge=1, description="Only the first so many windows")
+    max_windows: int | None = Field(None, ge=1, le=MAX_COUNT, description="Only the first so many windows")
 
     @model_validator(mode="before")
     @classmethod
@@ -196,7 +201,9 @@ def parse_spec(data: Any, where: str) -> JobSpec:
         # JSON mode: strict about types, but lists may stand for tuples.
         return JobSpec.model_validate_json(text)
     except ValidationError as error:
-        raise SpecError(f"{where}: " + "; ".join(_explain(e) for e in _unique(error))) from None
+        found = [_explain(e) for e in _unique(error)]
+        more = [f"and {len(found) - MAX_FAULTS} more"] if len(found) > MAX_FAULTS else []
+        raise SpecError(f"{where}: " + "; ".join(found[:MAX_FAULTS] + more)) from None
 
 
 def load_spec(path: Path) -> JobSpec:
@@ -241,6 +248,9 @@ def is_remote(source: str) -> bool:
 
 # ---------------------------------------------------------------- messages
 
+#: Faults of a job that one message names.
+MAX_FAULTS = 5
+
 
 def _refuse(value: Any) -> Any:
     raise TypeError(f"{_short(value)} ({type(value).__name__}) cannot stand in a job")
@@ -250,12 +260,14 @@ def _unique(error: ValidationError) -> list[dict[str, Any]]:
     """One entry per key: a union reports every branch that failed, which are put together here."""
     seen: dict[tuple[Any, ...], dict[str, Any]] = {}
     for e in error.errors(include_url=False):
-        loc = tuple(p for p in e["loc"] if not (isinstance(p, str) and ("[" in p or p == "int")))
+        loc = tuple(p for p in e["loc"] if not (isinstance(p, str) and ("[" in p or p in ("int", "constrained-int"))))
         if loc in seen:
             seen[loc]["msg"] += " or " + e["msg"].removeprefix("Input should be ")
         else:
             seen[loc] = {**e, "loc": loc}
-    return list(seen.values())
+    # A list without the elements that are refused may be too short, which is no fault of its own.
+    refused = {loc[:-1] for loc in seen if loc}
+    return [e for loc, e in seen.items() if e["type"] != "too_short" or loc not in refused]
 
 
 def _explain(e: dict[str, Any]) -> str:
@@ -265,7 +277,7 @@ def _explain(e: dict[str, Any]) -> str:
         known = _keys_at(e["loc"][:-1])
         close = difflib.get_close_matches(str(e["loc"][-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(known)}"
-        return f"unknown key {key!r}; {hint}"
+        return f"unknown key {_short(key)}; {hint}"
     if e["type"] == "missing":
         return f"the key {key!r} is required"
     message = e["msg"].removeprefix("Value error, ")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from eval_kernel.errors import FedevalError
+from eval_kernel.errors import MAX_REASON, FedevalError
 
 
 def read_yaml(path: Path, what: str, error: type[FedevalError]) -> Any:
@@ -27,12 +27,18 @@ def read_yaml(path: Path, what: str, error: type[FedevalError]) -> Any:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        raise error(f"{path}: {line}not valid YAML ({getattr(e, 'problem', None) or e})") from None
+        raise error(f"{path}: {line}not valid YAML ({_cut(getattr(e, 'problem', None) or e)})") from None
     except ValueError as e:
         # PyYAML's constructors let some through, such as the number 0o9.
-        raise error(f"{path}: not valid YAML ({e})") from None
+        raise error(f"{path}: not valid YAML ({_cut(e)})") from None
     except RecursionError:
         raise error(f"{path}: the {what} is nested too deeply") from None
+
+
+def _cut(problem: object) -> str:
+    """A reason of PyYAML's, which may repeat as much of the file as it likes."""
+    text = " ".join(str(problem).split())
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 
 
 class _Loader(yaml.SafeLoader):

@@ -25,7 +25,7 @@ from eval_kernel.errors import Unreachable
 from tests.support.fake_engine import fake_spec
 from tests.support.processes import until
 
-JOB = "model: hub:fake/model\ndataset: pydoc:fake?shards=4\n"
+JOB = "model: hub:fake/model\ndataset: hub:fake?shards=4\n"
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

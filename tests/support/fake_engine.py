@@ -25,7 +25,7 @@ from eval_kernel.plan import MAX_ROWS, Manifest, Plan, ShardPlan, digest_json
 from eval_kernel.spec import JobSpec, parse_spec
 from eval_kernel.tally import Tally
 
-SOURCE = "pydoc:fake?"
+SOURCE = "hub:fake?"
 #: Seconds between two beats of a delayed shard.
 BEAT = 0.05
 

@@ -25,6 +25,31 @@ def refusal(changes: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def test_an_element_that_is_refused_is_one_fault() -> None:
+    """The list that then has no element left is not called empty as well."""
+    assert "job.yaml: dataset.source.0 is 'a\\x00b': it must be one line without control characters" == refusal(
+        {"dataset": ["a\0b"]}
+    )
+
+
+def test_a_message_names_the_first_faults_and_counts_the_rest() -> None:
+    """However many keys are unknown, and however long they are."""
+    message = refusal({f"{number}" + "x" * 1000: 1 for number in range(9)})
+
+    assert message.endswith("; and 4 more")
+    assert 1000 > len(message)
+
+
+def test_what_the_yaml_reader_says_is_cut(tmp_path: Path) -> None:
+    """An alias of a thousand letters is repeated in part."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: *{'x' * 1000}\n")
+    with pytest.raises(SpecError, match=r"line 1: not valid YAML \(found undefined alias 'x+\.\.\.\)$") as caught:
+        load_spec(path)
+
+    assert 300 > len(str(caught.value)) - len(str(path))
+
+
 def test_the_smallest_job_has_a_model_and_a_dataset() -> None:
     """Everything else has a default, and strings stand for sections."""
     spec = parse_spec(JOB, where="job.yaml")
@@ -71,6 +96,11 @@ def test_shorthands_equal_what_they_stand_for() -> None:
         ({"dataset": {"source": "d", "documents": "regex:("}}, ["documents: '('", "not a regular expression"]),
         ({"dataset": {"source": "d", "limit": 0}}, ["dataset.limit is 0", "greater than or equal to 1"]),
         ({"dataset": {"source": "d", "limit": "5"}}, ["dataset.limit is '5'", "valid integer"]),
+        ({"dataset": {"source": "d", "limit": 10**30}}, ["dataset.limit is 1000", "or equal to 9007199254740992"]),
+        (
+            {"dataset": "pydoc:nothing"},
+            ["dataset.source is 'pydoc:nothing'", "the one text of this kind is pydoc:topics"],
+        ),
         ({"precision": "int4"}, ["precision is 'int4'", "did you mean 'int4-g32' or 'int4-g64' or 'int4-g128'?"]),
         ({"precision": 16}, ["precision is 16", "did you mean 'fp16'?"]),
         ({"name": ""}, ["name is ''", "at least 1 character"]),
@@ -83,6 +113,12 @@ def test_shorthands_equal_what_they_stand_for() -> None:
         ({"window": {"policy": "roling"}}, ["window.policy is 'roling'", "'rolling', 'strided', 'concat' or 'half'"]),
         ({"window": "roling"}, ["window.policy is 'roling'", "'rolling', 'strided', 'concat' or 'half'"]),
         ({"window": {"context": -1}}, ["window.context is -1", "at least 2 tokens"]),
+        ({"window": {"context": 10**40}}, ["window.context is 1000", "or equal to 9007199254740992 or 'model'"]),
+        (
+            {"window": {"policy": "strided", "stride": 10**40}},
+            ["window.stride is 1000", "or equal to 9007199254740992"],
+        ),
+        ({"window": {"max_windows": 10**40}}, ["window.max_windows is 1000", "or equal to 9007199254740992"]),
         ({"window": {"context": 1.5}}, ["window.context is 1.5", "valid integer or 'model'"]),
         ({"window": {"context": "modle"}}, ["window.context is 'modle'", "valid integer or 'model'"]),
         ({"window": {"bos": "sometimes"}}, ["window.bos is 'sometimes'", "'auto', 'every_window', 'first' or 'none'"]),
