@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_kernel.cachedir import remembered
-from eval_kernel.conversion import from_gguf, from_hub
+from eval_kernel.conversion import from_gguf, from_hub, without_reports
 from eval_kernel.errors import ModelCorrupt, ModelNeedsCode, ModelNotFound, ModelUnsupported, reason
 from eval_kernel.plan import digest_json
 from eval_kernel.roots import Roots, allowed
@@ -36,6 +36,9 @@ BITS = {
 }
 #: A header beyond this is no safetensors header (the format's own limit).
 MAX_HEADER = 100_000_000
+#: config.json keys, by several families' names, of the number of layers and of the widths that some tensor shows.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size")
 #: config.json keys that say where a model came from or what wrote it, not what it computes.
 _INCIDENTAL = {
     "_name_or_path",
@@ -91,12 +94,12 @@ def find(spec: ModelSpec, roots: Roots, cache: Path, note: Callable[[str], None]
     tokenizer = directory
     if spec.tokenizer is not None:
         tokenizer = _directory(spec.tokenizer, None, roots, cache, note, weights=False)
-    config, text = _config(directory)
+    config = _config(directory)
     tensors = _tensors(directory)
+    _check_sizes(directory, tensors, config)
+    text = _parsed(directory, config)
     _check_layers(directory, tensors, text)
-    limit = getattr(text, "max_position_embeddings", None)
-    max_context = limit if isinstance(limit, int) and limit > 0 else None
-    return Checkpoint(directory, tokenizer, config, tensors, int(text.vocab_size), max_context)
+    return Checkpoint(directory, tokenizer, config, tensors, int(text.vocab_size), _longest(directory, text))
 
 
 def _directory(
@@ -131,8 +134,8 @@ def _directory(
 # ---------------------------------------------------------------- config and safetensors
 
 
-def _config(directory: Path) -> tuple[dict[str, Any], Any]:
-    """Return config.json as it stands, and what transformers makes of the part that describes the language model."""
+def _config(directory: Path) -> dict[str, Any]:
+    """Return config.json as it stands, of a kind of model that can be scored."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -143,10 +146,10 @@ def _config(directory: Path) -> tuple[dict[str, Any], Any]:
     except OSError as error:
         raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise ModelCorrupt(f"model {path}: cannot be read as JSON ({reason(error)})") from None
+        raise ModelCorrupt(f"model {path}: cannot be read as JSON ({reason(error)}); copy it again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelCorrupt(f"model {path}: has no model_type; give the directory of a transformers model")
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING
 
     if config["model_type"] not in CONFIG_MAPPING:
         if "auto_map" in config:
@@ -164,17 +167,39 @@ def _config(directory: Path) -> tuple[dict[str, Any], Any]:
         raise ModelUnsupported(
             f"model {directory}: its weights are quantised ({method}); give the unquantised model, or a GGUF file"
         )
+    return config
+
+
+def _parsed(directory: Path, config: dict[str, Any]) -> Any:
+    """Return what transformers makes of the part of config.json that describes the language model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    path = directory / "config.json"
     try:
-        parsed = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        with without_reports():
+            parsed = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         text = parsed.get_text_config()
         vocabulary = int(text.vocab_size)
     except Exception as error:  # noqa: BLE001 - a wrong type or value anywhere in the file gives an error of its own type
-        raise ModelCorrupt(f"model {path}: transformers refuses it ({reason(error)})") from None
+        raise ModelCorrupt(f"model {path}: transformers refuses it ({reason(error)}); copy it again") from None
     if type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING or vocabulary < 1:
         raise ModelUnsupported(
             f"model {directory}: a {config['model_type']} is no causal language model: it cannot predict the next token"
         )
-    return config, text
+    return text
+
+
+def _longest(directory: Path, config: Any) -> int | None:
+    """The positions a model was made for, where its configuration has them."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    if type(limit) is not int or limit < 1:
+        raise ModelCorrupt(
+            f"model {directory / 'config.json'}: max_position_embeddings is {str(limit)[:24]}, not a number of tokens; "
+            "copy it again"
+        )
+    return limit
 
 
 def _tensors(directory: Path) -> dict[str, TensorInfo]:
@@ -186,7 +211,9 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
             if not all(isinstance(name, str) for name in files):
                 raise TypeError("a file's name is not a string")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelCorrupt(f"model {index}: cannot be read as an index of shards ({reason(error)})") from None
+            raise ModelCorrupt(
+                f"model {index}: cannot be read as an index of shards ({reason(error)}); copy it again"
+            ) from None
     else:
         weight_map = {}
         files = ["model.safetensors"] if (directory / "model.safetensors").exists() else []
@@ -197,11 +224,18 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
                 f"model {directory}: its weights are pickles ({pickles[0]}), which are never loaded; "
                 "convert them to safetensors"
             )
-        raise ModelNotFound(f"model {directory}: no model.safetensors and no model.safetensors.index.json in it")
+        if (directory / "model.safetensors").is_symlink():
+            raise ModelNotFound(
+                f"model {directory}: model.safetensors is a link that leads to no file; put the file itself there"
+            )
+        raise ModelNotFound(
+            f"model {directory}: no model.safetensors and no model.safetensors.index.json in it; "
+            "put the weights beside config.json"
+        )
     tensors: dict[str, TensorInfo] = {}
     for name in files:
         if Path(name).name != name:
-            raise ModelCorrupt(f"model {index}: {name!r} is not the name of a file beside it")
+            raise ModelCorrupt(f"model {index}: {name!r} is not the name of a file beside it; copy it again")
         if not (directory / name).exists():
             raise ModelCorrupt(f"model {directory}: the index names {name}, which is missing; copy it again")
         tensors.update(read_header(directory / name))
@@ -212,6 +246,28 @@ def _tensors(directory: Path) -> dict[str, TensorInfo]:
             "copy the model again"
         )
     return tensors
+
+
+def _check_sizes(directory: Path, tensors: dict[str, TensorInfo], config: dict[str, Any]) -> None:
+    """Refuse sizes that no model with these tensors can have, before anything is made in those sizes.
+
+    Every layer has a tensor of its own, and every width is a side of one.
+    """
+    side = max((max(info.shape, default=0) for info in tensors.values()), default=0)
+    limits = (
+        (_LAYERS, len(tensors), f"the weights are {len(tensors)} tensors"),
+        (_WIDTHS, side, f"no side of a tensor is longer than {side}"),
+    )
+    nested = config.get("text_config")
+    for part in (config, nested if isinstance(nested, dict) else {}):
+        for keys, limit, fact in limits:
+            for key in keys:
+                value = part.get(key)
+                if isinstance(value, (int, float)) and value > limit:
+                    raise ModelCorrupt(
+                        f"model {directory}: config.json says {key} {str(value)[:24]}, but {fact}; "
+                        "put the config.json that belongs to them beside them"
+                    )
 
 
 def _check_layers(directory: Path, tensors: dict[str, TensorInfo], config: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
+from eval_kernel import hub
 from eval_kernel.cachedir import locked, remembered, unusable
 from eval_kernel.errors import ModelCorrupt, ModelNotFound, reason
 
@@ -26,7 +27,8 @@ def from_hub(name: str, revision: str | None, note: Callable[[str], None], *, we
     note(f"fetching {name} from the Hub")
     patterns = ["*.json", "tokenizer*", "*.model", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        with hub.briefly(name, "model", revision), without_reports():
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # noqa: BLE001 - a dozen unrelated types, all of which mean: not to be had here
         raise ModelNotFound(
             f"model hub:{name}: cannot be loaded on this node ({reason(error)}); "
@@ -42,7 +44,10 @@ def from_gguf(path: Path, cache: Path, note: Callable[[str], None]) -> Path:
     try:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ModelCorrupt(f"model {path}: not a GGUF file (it does not begin with the letters GGUF)")
+                raise ModelCorrupt(
+                    f"model {path}: not a GGUF file (it does not begin with the letters GGUF); "
+                    "give a .gguf file, or the directory of a safetensors model"
+                )
         digest = remembered(cache, [path], lambda: _file_digest(path)).removeprefix("sha256:")
     except OSError as error:
         raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
@@ -94,9 +99,9 @@ def _convert_gguf(path: Path, target: Path) -> None:
                 str(alone), gguf_file="model.gguf", local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # noqa: BLE001 - errors of numpy, struct, missing keys: all mean damaged or unknown
-        raise ModelCorrupt(
-            f"model {path}: cannot be read as GGUF ({reason(error)}); copy or convert it again"
-        ) from None
+        # Readers name the link that they were given, which is gone when the message is read.
+        why = reason(error, str(alone / "model.gguf"), "it")
+        raise ModelCorrupt(f"model {path}: cannot be read as GGUF ({why}); copy or convert it again") from None
     finally:
         shutil.rmtree(alone)
     if missing := sorted(info["missing_keys"]):

@@ -191,7 +191,8 @@ def _build(target: Path, source: Source, tokenizer: Any, join: str | None) -> No
                 lengths = np.bincount(owner, minlength=len(texts)).tolist()
         if not any(lengths):
             raise DatasetEmpty(
-                f"{', '.join(source.spec.source)}: none of its {len(lengths)} documents holds a token to score"
+                f"{', '.join(source.spec.source)}: none of its {len(lengths)} documents holds a token to score; "
+                "name a dataset with text in it"
             )
         (temp / "offsets").write_bytes(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64).tobytes())
         facts = {

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from eval_kernel import hub
 from eval_kernel.errors import DatasetEmpty, DatasetMalformed, DatasetNotFound, reason
 from eval_kernel.roots import Roots, expand
 from eval_kernel.spec import DatasetSpec
@@ -84,8 +85,6 @@ def find(spec: DatasetSpec, roots: Roots) -> Source:
         from pydoc_data import topics
 
         return Source(spec, (), hashlib.sha256(Path(topics.__file__).read_bytes()).hexdigest())
-    if source.startswith("pydoc:"):
-        raise DatasetNotFound(f"{source} does not exist; the one text of this kind is pydoc:topics")
     return _find_hub(spec, source.removeprefix("hub:"))
 
 
@@ -195,13 +194,17 @@ def _jsonl_documents(path: Path, spec: DatasetSpec) -> Iterator[str]:
             row = json.loads(line.rstrip("\r\n"))  # so that a column is one of this line
         except json.JSONDecodeError as error:
             raise DatasetMalformed(
-                f"dataset {path}: line {number} is not JSON ({error.msg} at column {error.colno}); correct the line"
+                f"dataset {path}: line {number} is not JSON ({error.msg.removesuffix(' at')} at column {error.colno}); "
+                "correct the line"
             ) from None
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists a thousand deep
-            raise DatasetMalformed(f"dataset {path}: line {number} cannot be read ({reason(error)})") from None
+            raise DatasetMalformed(
+                f"dataset {path}: line {number} cannot be read ({reason(error)}); correct the line"
+            ) from None
         if not isinstance(row, dict):
             raise DatasetMalformed(
-                f"dataset {path}: line {number} is {type(row).__name__}, not an object with the key {spec.field!r}"
+                f"dataset {path}: line {number} is {type(row).__name__}, not an object with the key {spec.field!r}; "
+                "correct the line, or write `format:` with the one that the file has"
             )
         if spec.field not in row:
             raise DatasetMalformed(_lacks(f"dataset {path}: line {number}", "key", spec.field, list(row)))
@@ -217,7 +220,7 @@ def _checked(value: Any, where: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DatasetMalformed(
-            f"{where} holds half of a surrogate pair at character {error.start}, which is no text"
+            f"{where} holds half of a surrogate pair at character {error.start}, which is no text; correct or remove it"
         ) from None
     return value
 
@@ -269,7 +272,10 @@ def _parquet_documents(path: Path, field: str) -> Iterator[str]:
                     yield _checked(value.as_py(), f"dataset {path}: row {row}, column {field!r}")
                     row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DatasetMalformed(f"dataset {path}: cannot be read as parquet at row {row} ({reason(error)})") from None
+        raise DatasetMalformed(
+            f"dataset {path}: cannot be read as parquet at row {row} ({reason(error)}); "
+            "copy the file again, or write `format:` with the one it has"
+        ) from None
 
 
 def _hub_documents(table: Any, field: str, where: str) -> Iterator[str]:
@@ -291,7 +297,8 @@ def _find_hub(spec: DatasetSpec, name: str) -> Source:
 
     datasets.disable_progress_bars()
     try:
-        table = datasets.load_dataset(name, spec.config, split=spec.split, revision=spec.revision)
+        with hub.briefly(name, "dataset", spec.revision):
+            table = datasets.load_dataset(name, spec.config, split=spec.split, revision=spec.revision)
     except Exception as error:  # noqa: BLE001 - a dozen unrelated types, all of which mean: not to be had here
         raise DatasetNotFound(
             f"dataset hub:{name}: cannot be loaded on this node ({reason(error)}); "

@@ -101,6 +101,13 @@ class PrecisionUnsupported(JobError):
     blame = Blame.NODE
 
 
+class PrecisionInfeasible(JobError):
+    """No choice of formats keeps the budget, or was shown to keep the limit on perplexity."""
+
+    code = "PRECISION_INFEASIBLE"
+    exit_code = 19
+
+
 class DatasetNotFound(FedevalError):
     """No data at the path or id named, as seen from this node."""
 
@@ -335,9 +342,13 @@ class ConfigError(FedevalError):
 MAX_REASON = 200
 
 
-def reason(error: BaseException) -> str:
-    """Return a library's error as ``Type: text`` for use inside a message: one line, cut after ``MAX_REASON``."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+def reason(error: BaseException, named: str = "", instead: str = "") -> str:
+    """Return a library's error as ``Type: text`` for use inside a message: one line, cut after ``MAX_REASON``.
+
+    Where the text speaks of ``named``, such as a path that is ours alone, the result says ``instead``.
+    """
+    text = f"{error}".replace(named, instead) if named else f"{error}"
+    text = " ".join(f"{type(error).__name__}: {text}".split())
     return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 
 

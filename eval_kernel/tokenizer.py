@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval_kernel.conversion import without_reports
 from eval_kernel.errors import ModelNeedsCode, ModelUnsupported, reason
 from eval_kernel.plan import digest_json
 
@@ -36,9 +37,10 @@ def load(directory: Path) -> Tokenizer:
             "set model.tokenizer to a directory or hub:owner/name that has one"
         )
     try:
-        outer = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
-        )
+        with without_reports():
+            outer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
+            )
     except Exception as error:  # noqa: BLE001 - missing files, bad JSON, unknown classes each raise a type of their own
         if "trust_remote_code" in str(error):
             raise ModelNeedsCode(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,7 +163,7 @@ def test_an_index_that_is_none(evaluator: Evaluator, llama: Path, content: str) 
     """A damaged index is not a model without weights."""
     shard_weights(llama).write_text(content)
     kind = errors.ModelNotFound if content.endswith("{}}") else errors.ModelCorrupt
-    refused(evaluator, llama, kind, r"index")
+    refused(evaluator, llama, kind, r"index.*; (copy it again|put the weights beside config\.json)")
 
 
 def test_an_index_that_leaves_the_directory(evaluator: Evaluator, llama: Path) -> None:
@@ -211,6 +214,49 @@ def test_a_layer_too_many(evaluator: Evaluator, llama: Path) -> None:
     refused(
         evaluator, llama, errors.ModelCorrupt, r"config\.json says 1 layers, but the weights have model\.layers\.1\."
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fact"),
+    [
+        ("num_hidden_layers", 100_000, "the weights are 21 tensors"),
+        ("num_hidden_layers", 10**300, "the weights are 21 tensors"),
+        ("n_layer", 1e300, "the weights are 21 tensors"),
+        ("hidden_size", 10**12, "no side of a tensor is longer than"),
+        ("vocab_size", 10**12, "no side of a tensor is longer than"),
+    ],
+)
+def test_sizes_that_the_weights_cannot_have(
+    evaluator: Evaluator, llama: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: float, fact: str
+) -> None:
+    """They are refused before transformers makes anything in that size."""
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    edit_config(llama, **{key: value})
+    refused(evaluator, llama, errors.ModelCorrupt, rf"config\.json says {key} 1.*, but {fact}")
+
+
+@pytest.mark.parametrize("value", [-5, 0])
+def test_a_maximum_of_positions_that_is_none(evaluator: Evaluator, llama: Path, value: int) -> None:
+    """It is not taken for a model without a maximum."""
+    edit_config(llama, max_position_embeddings=value)
+    refused(evaluator, llama, errors.ModelCorrupt, rf"max_position_embeddings is {value}, not a number of tokens; copy")
+
+
+def test_weights_that_are_a_link_to_nowhere(evaluator: Evaluator, llama: Path) -> None:
+    """A link to itself is one."""
+    (llama / "model.safetensors").unlink()
+    (llama / "model.safetensors").symlink_to("model.safetensors")
+    refused(evaluator, llama, errors.ModelNotFound, r"model\.safetensors is a link that leads to no file; put")
+
+
+def test_a_small_vocabulary_is_told_in_one_line(
+    evaluator: Evaluator, llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers' own warnings about it are not shown before."""
+    edit_config(llama, vocab_size=10)
+    refused(evaluator, llama, errors.ModelUnsupported, r"the tokenizer yields token \d+, the model knows 10")
+
+    assert "" == capfd.readouterr().err
 
 
 def test_weights_of_another_shape(evaluator: Evaluator, llama: Path) -> None:
@@ -366,7 +412,14 @@ def test_a_gguf_file_that_is_none(evaluator: Evaluator, tmp_path: Path, data: by
     """Garbage is refused whether or not it begins with the right letters, and leaves nothing in the cache."""
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
-    refused(evaluator, path, errors.ModelCorrupt, r"model\.gguf: (not a GGUF file|cannot be read as GGUF)")
+    refused(evaluator, path, errors.ModelCorrupt, r"model\.gguf: (not a GGUF file|cannot be read as GGUF \().*; \w+")
+
+
+def test_a_message_of_the_gguf_reader_names_no_file_of_ours(evaluator: Evaluator, tmp_path: Path) -> None:
+    """A version that the reader refuses: the user's file is named once, the link in the cache is not."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(256)) * 4)
+    refused(evaluator, path, errors.ModelCorrupt, r"model\.gguf: cannot be read as GGUF \(ValueError: it is GGUF v")
 
 
 def test_a_model_outside_the_roots(tmp_path: Path, llama: Path) -> None:
@@ -430,3 +483,36 @@ def test_a_hub_that_cannot_be_reached(evaluator: Evaluator, monkeypatch: pytest.
         documents.find(spec.dataset, None)
 
     assert "\n" not in str(caught.value)
+
+
+ASK = """
+import sys, time
+from pathlib import Path
+import datasets, transformers
+from eval_kernel import conversion, documents, errors
+from eval_kernel.spec import DatasetSpec
+start = time.monotonic()
+for what in (
+    lambda: conversion.from_hub("nobody/nothing", None, str, weights=True),
+    lambda: documents.find(DatasetSpec(source=("hub:nobody/nothing",)), None),
+):
+    try:
+        what()
+    except (errors.ModelNotFound, errors.DatasetNotFound) as error:
+        print(error)
+print(time.monotonic() - start)
+"""
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again(tmp_path: Path) -> None:
+    """Nothing listens at the address: one line each, none of it from the libraries, long before their last retry."""
+    closed = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env={**os.environ, **closed}, capture_output=True, text=True, timeout=300
+    )
+    model, dataset, seconds = done.stdout.splitlines()
+
+    assert "" == done.stderr
+    assert model.startswith("model hub:nobody/nothing: cannot be loaded on this node (")
+    assert dataset.startswith("dataset hub:nobody/nothing: cannot be loaded on this node (")
+    assert 15 > float(seconds)
