@@ -124,7 +124,7 @@ def build_report(
         },
         "coverage": _coverage(manifest, tally),
         "statistics": _statistics(manifest, tally),
-        "precision": precision.section(manifest, used),
+        "precision": precision.section(manifest, used, converted=_is_gguf(spec)),
         "numerics": _numerics(spec, manifest, tally, accounting, work),
         "accounting": {**asdict(accounting), "divergent": [dict(d) for d in accounting.divergent]},
         "nodes": [_node(w) for w in work],
@@ -270,7 +270,7 @@ def _numerics(
         kernel = f"not measured: no unequal partial of a shard was seen; {computed}"
     if (cost := precision.cost_text(m)) is not None:
         quantisation = cost
-    elif spec.model.source.lower().endswith(".gguf"):
+    elif _is_gguf(spec):
         quantisation = f"weights of a GGUF file, computed in {m.dtype}; the cost of its quantisation is not known"
     elif spec.precision in ("auto", PrecisionSpec()):
         quantisation = f"none by this job: {m.dtype} is the checkpoint's own"
@@ -286,6 +286,11 @@ def _numerics(
         "kernel": {"device_classes": classes, "divergent": len(accounting.divergent), "text": kernel},
         "quantisation": {"dtype": m.dtype, "text": quantisation},
     }
+
+
+def _is_gguf(spec: JobSpec) -> bool:
+    """Whether the model is a GGUF file, whose weights are converted to float32 before anything else."""
+    return spec.model.source.lower().endswith(".gguf")
 
 
 def device_class(device: str) -> str:

@@ -14,14 +14,24 @@ from eval_kernel.precision.plan import PrecisionPlan, bytes_by_class, formats_by
 
 #: Key of the digest of the quantised weights among what a node says of its precision.
 DIGEST = "weights"
-#: Positions whose logits exist at one time, as float32 and as their exponentials.
-LOGIT_ROWS, LOGIT_COPIES = 256, 2
+#: Positions whose logits exist at one time (``scoring.CHUNK``); and positions and outputs of one tile of them, where a
+#: fast path scores rows one by one (``head.BLOCK``, ``head.TILE``). Those modules need torch, this one must not.
+CHUNK, TILE_ROWS, TILE_COLUMNS = 256, 128, 2048
+#: Copies of logits in float32: themselves, and their exponentials.
+LOGIT_COPIES = 2
+#: What shares of bytes are shares of.
+CHECKPOINT, CONVERSION = "checkpoint", "float32 conversion"
 #: Copies of a token's widest layer and of its hidden state that exist at one time, roughly.
 WIDE_COPIES, HIDDEN_COPIES = 3, 6
 
 
-def section(manifest: Manifest, used: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, Any] | None:
-    """Return the report's ``precision``, or None for a manifest without a plan. ``used``: (node, what it said)."""
+def section(
+    manifest: Manifest, used: Iterable[tuple[str, Mapping[str, str]]], *, converted: bool = False
+) -> dict[str, Any] | None:
+    """Return the report's ``precision``, or None for a manifest without a plan. ``used``: (node, what it said).
+
+    ``converted``: the checkpoint is not the user's own file but what a GGUF file was converted to, in float32.
+    """
     if not manifest.precision_plan:
         return None
     plan = PrecisionPlan.from_canonical(manifest.precision_plan)
@@ -45,6 +55,7 @@ def section(manifest: Manifest, used: Iterable[tuple[str, Mapping[str, str]]]) -
         "quantiser": plan.quantiser if plan.quantised else None,
         "calibration": plan.calibration or None,
         "calibration_overlaps": plan.calibration_overlaps,
+        "baseline": CONVERSION if converted else CHECKPOINT,
         "checkpoint_dtype": plan.checkpoint_dtype,
         "tied": plan.tied,
         "untied": plan.untied,
@@ -75,15 +86,21 @@ def _digests(said: list[tuple[str, dict[str, str]]]) -> dict[str, list[str]]:
 
 
 def working_bytes(manifest: Manifest, plan: PrecisionPlan) -> dict[str, int]:
-    """Estimate what a forward pass needs beside the weights: activations of a batch, and logits of one chunk."""
+    """Estimate what a forward pass needs beside the weights: activations of a batch, and logits.
+
+    Logits exist either for a chunk of positions (``logits``) or, on a fast path, in one tile per thread (``tile``).
+    """
     columns = [t.columns for t in plan.tensors if t.role in ("attention", "mlp", "other") and t.kind == "matrix"]
     rows = [t.rows for t in plan.tensors if t.role in ("attention", "mlp", "other") and t.kind == "matrix"]
     hidden, wide = min(columns, default=0), max(columns + rows, default=0)
     size = DTYPE_BYTES[plan.compute]
     tokens = max(manifest.batch_tokens, manifest.context)
+    # A narrower product is kept beside its copy in float32.
+    logit = 4 * LOGIT_COPIES + (size if size < 4 else 0)
     return {
         "activations": tokens * size * (HIDDEN_COPIES * hidden + WIDE_COPIES * wide),
-        "logits": LOGIT_ROWS * manifest.vocabulary * 4 * LOGIT_COPIES,
+        "logits": CHUNK * manifest.vocabulary * logit,
+        "tile": TILE_ROWS * min(TILE_COLUMNS, manifest.vocabulary) * logit,
     }
 
 
@@ -114,12 +131,16 @@ def lines(part: dict[str, Any] | None) -> list[tuple[str, ...]]:
     """Return the rows of the table of bytes, its head first; none for a report without precision."""
     if part is None:
         return []
-    rows: list[tuple[str, ...]] = [("class", "format", "bytes", "scales", "of checkpoint", "of fp32")]
+    rows: list[tuple[str, ...]] = [("class", "format", "bytes", "scales", f"of {part['baseline']}", "of fp32")]
     for c in part["classes"]:
         share, whole = (("-" if v is None else f"{v:.1%}") for v in (c["of_checkpoint"], c["of_fp32"]))
         rows.append((c["class"], c["formats"], f"{c['bytes']:,}", f"{c['scales']:,}", share, whole))
-    for name in ("activations", "logits"):
-        rows.append((name, "estimate, while running", f"{part['working'][name]:,}", "", "", ""))
+    for name, key, how in (
+        ("activations", "activations", "estimate, while running"),
+        ("logits", "logits", "estimate, while running"),
+        ("logits, fast path", "tile", "instead, per thread"),
+    ):
+        rows.append((name, how, f"{part['working'][key]:,}", "", "", ""))
     return rows
 
 

@@ -8,6 +8,7 @@ import pytest
 from fedeval.wire.messages import scored_from_message, scored_to_message
 
 from coordinator.report import render_html, render_markdown
+from eval_kernel import head, scoring
 from eval_kernel.partial import Execution, ScoredShard
 from eval_kernel.plan import Manifest
 from eval_kernel.precision import section
@@ -52,8 +53,27 @@ def test_bytes_stand_beside_the_checkpoints_and_float32s() -> None:
     assert (64 * 64 + 64 * 4) / (64 * 64 * 2) == rows["attention"]["of_checkpoint"]
     assert (64 * 64 + 64 * 4) / (64 * 64 * 4) == rows["attention"]["of_fp32"]
     assert rows["total"]["bytes"] == sum(c["bytes"] for c in part["classes"][:-1])
-    assert 256 * 64 * 4 * 2 == part["working"]["logits"]
+    assert 256 * 64 * (4 * 2 + 2) == part["working"]["logits"]
+    assert 128 * 64 * (4 * 2 + 2) == part["working"]["tile"]
     assert 0 < part["working"]["activations"]
+
+
+def test_estimates_of_logits_are_those_of_the_code_that_holds_them() -> None:
+    """The sizes of chunks and tiles are repeated in the report's part, which must not need torch."""
+    assert (scoring.CHUNK, head.BLOCK, head.TILE) == (section.CHUNK, section.TILE_ROWS, section.TILE_COLUMNS)
+
+
+def test_shares_of_a_gguf_file_are_called_those_of_its_conversion() -> None:
+    """Float32 weights are 100% of what the file was converted to, not of the file."""
+    spec = k_spec(precision="fp32", model="m.gguf")
+    gguf = k_report(manifest=manifest_for("fp32"), spec=spec)
+    other = report_for("fp32")
+
+    assert ("float32 conversion", "checkpoint") == (gguf["precision"]["baseline"], other["precision"]["baseline"])
+    for render in (render_text, render_html, render_markdown):
+        assert "of float32 conversion" in render(gguf)
+        assert "of checkpoint" not in render(gguf)
+        assert "of checkpoint" in render(other)
 
 
 def test_every_tensor_is_listed_and_every_skip_has_a_reason() -> None:
