@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
@@ -30,13 +33,20 @@ from agent.config import (
 from agent.daemon import Daemon
 from agent.executor import Executor
 from agent.logs import Logger, WorkerLog, make_logger
+from agent.probe import Capabilities
 from agent.probe import probe as probe_machine
 from agent.spool import StateDirectory
 from eval_kernel import __version__
-from eval_kernel.errors import FedevalError
+from eval_kernel.errors import DirectoryUnusable, FedevalError
+
+PROGRAM = "eval-agent"
+#: Exit codes: a fault of this program; and by the shell's tradition, ended by SIGINT, by SIGPIPE.
+INTERNAL, INTERRUPTED, BROKEN_PIPE = 70, 130, 141
+
+# The usage error of click, or of the copy of it that newer versions of typer carry.
+_ClickException = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -45,7 +55,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"eval-agent {__version__}")
+        typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 
@@ -66,7 +76,7 @@ _Root = Annotated[
     list[Path] | None,
     typer.Option("--root", help="Directory that jobs may read from (repeat for more); default: home and here."),
 ]
-_Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 _Threads = Annotated[int | None, typer.Option(help="Threads of the worker; default: all processors.")]
 _Engine = Annotated[str, typer.Option(hidden=True, help="MODULE:CLASS of the worker's engine.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -102,19 +112,23 @@ def run(
         give_up_after=give_up_after,
     )
     log = make_logger(as_json=log_json)
+    capabilities = probe_machine(config.cache)
     with StateDirectory(config.state) as directory:
         try:
-            asyncio.run(_live(config, directory, log))
+            asyncio.run(_live(config, directory, capabilities, log))
         except FedevalError:
             raise
-        except Exception as error:  # noqa: BLE001 - a fault of ours: one line for people, the rest in a file
+        except Exception as error:
+            # A fault of ours: one line for people, the rest in a file if the disk takes it.
             crash = config.state / "crash.log"
-            crash.write_text(traceback.format_exc())
-            raise FedevalError(f"internal error ({type(error).__name__}: {error}); details are in {crash}") from None
+            with suppress(OSError):
+                crash.write_text(traceback.format_exc())
+                error.add_note(f"details are in {crash}")
+            raise
 
 
-async def _live(config: AgentConfig, state: StateDirectory, log: Logger) -> None:
-    daemon = Daemon(config, state, probe_machine(config.cache), log)
+async def _live(config: AgentConfig, state: StateDirectory, capabilities: Capabilities, log: Logger) -> None:
+    daemon = Daemon(config, state, capabilities, log)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
@@ -129,7 +143,7 @@ def probe(
     as_json: _Json = False,
     engine: _Engine = DEFAULT_ENGINE,
 ) -> None:
-    """Print what this machine is and what the libraries can really do on it."""
+    """Print what this machine is and what the libraries can really do on it; fail if the engine does."""
     config = _config(DEFAULT_ADDRESS, None, None, cache, None, device, threads, engine)
     capabilities = probe_machine(config.cache)
 
@@ -137,18 +151,23 @@ def probe(
         executor = Executor(config, WorkerLog(None), make_logger(as_json=False))
         try:
             return await executor.probe()
-        except FedevalError as error:
-            return {"error": str(error), "code": error.code}
         finally:
             await executor.close()
 
-    facts = asdict(replace(capabilities, engine=asyncio.run(ask())))
+    failure: FedevalError | None = None
+    try:
+        engine_facts = asyncio.run(ask())
+    except FedevalError as error:
+        failure, engine_facts = error, {"error": str(error), "code": error.code}
+    facts = asdict(replace(capabilities, engine=engine_facts))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
-        return
-    for key, value in facts.items():
-        text = json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)
-        typer.echo(f"{key:<18} {text}")
+    else:
+        for key, value in facts.items():
+            text = json.dumps(value) if isinstance(value, dict | list | tuple) else str(value)
+            typer.echo(f"{key:<18} {text}")
+    if failure is not None:
+        raise failure
 
 
 @app.command()
@@ -168,7 +187,7 @@ def check(
     found = asyncio.run(_check(config, quiet=as_json))
     good = all(finding.ok for finding in found)
     if as_json:
-        typer.echo(json.dumps({"ok": good, "findings": [asdict(finding) for finding in found]}, indent=2))
+        typer.echo(json.dumps({"ok": good, "findings": [finding.to_json() for finding in found]}, indent=2))
     if not good:
         raise typer.Exit(1)
 
@@ -208,10 +227,59 @@ def _config(
     )
 
 
-def main() -> None:
-    """Run the command; an error of ours is one line and the exit code of its class."""
+def run_command(words: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; an error is one line on the standard error."""
+    words = sys.argv[1:] if words is None else words
     try:
-        app(prog_name="eval-agent")
+        result = app(list(words) or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+        if not words:
+            return 2
+        return result if isinstance(result, int) else 0
     except FedevalError as error:
-        print(f"eval-agent: error: {error}", file=sys.stderr)  # noqa: T201 - a command prints
-        sys.exit(error.exit_code)
+        return _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except _ClickException as error:
+        return _usage(error)
+    except Exception as error:  # noqa: BLE001 - a fault of ours: the user gets one line, never a traceback
+        if isinstance(error, OSError) and (code := _output_lost()) is not None:
+            return code
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        return _fail(f"internal error ({type(error).__name__}: {error}){notes}; please report it", INTERNAL)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    sys.exit(run_command())
+
+
+def _usage(error: Exception) -> int:
+    """Report a wrong command line."""
+    explain = getattr(error, "format_message", error.__str__)
+    text = " ".join(str(explain()).split())
+    context = getattr(error, "ctx", None)
+    where = f"; see {context.command_path} --help" if context is not None else ""
+    return _fail(f"{text[:1].lower()}{text[1:].rstrip('.')}{where}", 2)
+
+
+def _output_lost() -> int | None:
+    """If the standard output takes nothing, say so and return the exit code; ``None`` if it does."""
+    try:
+        # A line more, since an unbuffered stream has nothing left to flush.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter's last flush must not complain about it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return BROKEN_PIPE
+        return _fail(
+            f"the standard output cannot be written ({error.strerror}); send it elsewhere", DirectoryUnusable.exit_code
+        )
+    return None
+
+
+def _fail(text: str, code: int) -> int:
+    typer.echo(f"{PROGRAM}: error: {' '.join(text.split())}", err=True)
+    return code

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import grpc
 import grpc.aio
-from fedeval.v1 import agents_pb2, agents_pb2_grpc
+from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN, insecure_channel
 from fedeval.wire.messages import (
     failure_to_message,
@@ -23,7 +23,7 @@ from fedeval.wire.status import from_rpc
 
 from agent.config import AgentConfig
 from agent.work import Failed, Heartbeat, Held, Outgoing, PlanPart, Verdict, Work
-from eval_kernel.errors import Unreachable
+from eval_kernel.errors import Unreachable, VersionRefused
 
 _T = TypeVar("_T")
 
@@ -51,6 +51,16 @@ class Registration:
     coordinator: str
     heartbeat_seconds: float
     lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Who answers, without having been registered with."""
+
+    coordinator: str
+    version: str
+    protocol_min: int
+    protocol_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,17 @@ class AgentClient:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close(grace=None)
+
+    async def greet(self) -> Greeting:
+        """Ask who is there, leaving no trace. Raises ``VersionRefused`` if no protocol version is common."""
+        stub: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(self._channel)
+        m = await self._call(stub.GetCoordinator(jobs_pb2.GetCoordinatorRequest(), timeout=CALL_SECONDS))
+        if m.protocol_min > PROTOCOL_MAX or m.protocol_max < PROTOCOL_MIN:
+            raise VersionRefused(
+                f"the coordinator at {self._config.coordinator} (version {m.version}) speaks protocol {m.protocol_min} "
+                f"to {m.protocol_max}, this agent {PROTOCOL_MIN} to {PROTOCOL_MAX}; install the same version on both"
+            )
+        return Greeting(m.coordinator, m.version, m.protocol_min, m.protocol_max)
 
     async def register(self, capabilities_json: str) -> Registration:
         """Announce this agent. Raises ``VersionRefused`` too."""

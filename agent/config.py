@@ -19,7 +19,7 @@ ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
 DEFAULT_ENGINE = "eval_kernel.engine:Engine"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?|mps")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class Role(Enum):
@@ -89,7 +89,7 @@ class AgentConfig:
         if not self.roles:
             raise ConfigError(f"an agent needs a role; allowed: {', '.join(role.value for role in Role)}")
         if not _DEVICE.fullmatch(self.device):
-            raise ConfigError(f"the device {self.device!r} is unknown; allowed: auto, cpu, cuda, cuda:N, mps")
+            raise ConfigError(f"the device {self.device!r} is unknown; allowed: auto, cpu, cuda, cuda:N")
         if not 1 <= self.threads <= 4096:
             raise ConfigError(f"threads is {self.threads}; allowed: 1 to 4096")
         for option, seconds in (

@@ -18,7 +18,7 @@ from typing import Any
 from agent.config import AgentConfig
 from agent.logs import Logger, WorkerLog
 from agent.work import JobPlan, Work
-from eval_kernel.errors import WorkerCrashed, WorkerHung, WorkerUnusable, by_code
+from eval_kernel.errors import ConfigError, PrecisionUnsupported, WorkerCrashed, WorkerHung, WorkerUnusable, by_code
 from eval_kernel.partial import Execution, Partial, ScoredShard
 from eval_kernel.plan import ShardPlan
 
@@ -131,8 +131,15 @@ class Executor:
         return self._process.pid if self._process is not None and self._process.alive else None
 
     async def probe(self) -> dict[str, Any]:
-        """Return what the engine says of this machine. Raises ``WorkerUnusable`` or another ``FedevalError``."""
-        message = await self._request({"op": "probe"}, "probing this machine")
+        """Return what the engine says of this machine.
+
+        Raises ``ConfigError`` for a device that is not there, ``WorkerUnusable`` or another ``FedevalError``.
+        """
+        try:
+            message = await self._request({"op": "probe"}, "probing this machine")
+        except PrecisionUnsupported as error:
+            # No job asked for this device: the command line did.
+            raise ConfigError(f"--device {self._config.device}: {error}") from None
         assert message is not None, "a probe is never called off"
         facts: dict[str, Any] = message["facts"]
         return facts

@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from agent.config import usable_cpus
+from agent.work import INSTALL
+from eval_kernel.errors import WorkerUnusable
 
 #: What an agent needs, and what it reports versions of.
 LIBRARIES = (
@@ -79,7 +79,14 @@ class Capabilities:
 
 
 def probe(cache: Path) -> Capabilities:
-    """Look at this machine; ``cache`` is the directory whose disk matters. Takes some tens of milliseconds."""
+    """Look at this machine; ``cache`` is the directory whose disk matters. Takes some tens of milliseconds.
+
+    Raises ``WorkerUnusable`` where what agents need is not installed.
+    """
+    try:
+        import psutil  # the command's help must work without the extra
+    except ImportError as error:
+        raise WorkerUnusable(f"what agents need is not installed ({error}): {INSTALL}") from None
     memory = psutil.virtual_memory()
     devices, problem = nvidia_devices(_import_nvml(), nvidia_files())
     return Capabilities(
@@ -136,7 +143,7 @@ def nvidia_devices(nvml: Any, files: bool) -> tuple[tuple[Device, ...], str]:
     """Return the NVIDIA devices, and what is wrong if ``files`` promise some that NVML does not show."""
     remedy = "run nvidia-smi on this machine and repair the driver"
     if nvml is None:
-        missing = "/dev/nvidia* exists but nvidia-ml-py is not installed: pip install 'fedeval[agent]'"
+        missing = f"/dev/nvidia* exists but nvidia-ml-py is not installed: {INSTALL}"
         return (), missing if files else ""
     try:
         nvml.nvmlInit()

@@ -12,6 +12,8 @@ from eval_kernel.plan import ShardPlan
 #: The shard number that stands for the planning of a job.
 PLANNING = -1
 Held = tuple[str, int]
+#: How to get what agents need beyond the coordinator.
+INSTALL = "pip install 'fedeval[agent]' (in a checkout: pip install '.[agent]')"
 
 
 class Verdict(Enum):

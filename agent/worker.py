@@ -25,6 +25,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from agent.work import INSTALL
 from eval_kernel.errors import FedevalError, OutOfMemory, ShardError, WorkerUnusable
 from eval_kernel.plan import Manifest, ShardPlan
 from eval_kernel.spec import JobSpec
@@ -221,8 +222,7 @@ def load_engine(name: str, options: dict[str, Any]) -> Any:
     except Exception as error:  # noqa: BLE001 - a broken library may raise anything at import
         traceback.print_exc()
         raise WorkerUnusable(
-            f"the engine {name} cannot start ({type(error).__name__}: {error}); "
-            f"install what agents need with: pip install 'fedeval[agent]'"
+            f"the engine {name} cannot start ({type(error).__name__}: {error}); install what agents need: {INSTALL}"
         ) from None
 
 

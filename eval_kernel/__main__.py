@@ -7,18 +7,30 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from eval_kernel.errors import DirectoryUnusable, FedevalError, JobIncomplete
+from eval_kernel.errors import ConfigError, DirectoryUnusable, FedevalError, JobIncomplete, WorkerUnusable, reason
 from eval_kernel.spec import load_spec
+
+#: Exit codes: a fault of this program; and by the shell's tradition, ended by SIGINT, by SIGPIPE.
+INTERNAL, INTERRUPTED, BROKEN_PIPE = 70, 130, 141
+#: Set to anything, this environment variable has the traceback of an internal error printed too.
+TRACEBACK_VARIABLE = "FEDEVAL_TRACEBACK"
+INSTALL = "pip install 'fedeval[agent]' (in a checkout: pip install '.[agent]')"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a usage error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ConfigError.exit_code, f"eval_kernel: error: {message}; see {self.prog} --help\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Evaluate a job and print its report; return 0, or the exit code of what stood in the way."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval_kernel", description="Evaluate a job in this process, without a coordinator."
-    )
+    parser = _Parser(prog="python -m eval_kernel", description="Evaluate a job in this process, without a coordinator.")
     parser.add_argument("job", type=Path, help="the job file (YAML)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as JSON")
     parser.add_argument(
@@ -26,17 +38,27 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--root", type=Path, metavar="DIR", action="append", help="read only under this directory")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    parser.add_argument("--threads", type=int, help="CPU threads, 1 to 4096 (default: all cores)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(argv)
     try:
         report = _run(options)
+        sys.stdout.flush()
     except FedevalError as error:
-        print(f"eval_kernel: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         print("eval_kernel: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - whatever a library raises: one line, never a traceback unasked
+        if isinstance(error, OSError) and (code := _output_lost()) is not None:
+            return code
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("eval_kernel"):
+            return _fail(f"what evaluation needs is not installed ({error}): {INSTALL}", WorkerUnusable.exit_code)
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exc()
+        return _fail(
+            f"internal error ({reason(error)}); {TRACEBACK_VARIABLE}=1 shows where; please report it", INTERNAL
+        )
     return 0 if report["complete"] else JobIncomplete.exit_code
 
 
@@ -46,6 +68,10 @@ def default_cache() -> Path:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
+    if options.threads is not None and not 1 <= options.threads <= 4096:
+        raise ConfigError(f"--threads is {options.threads}; allowed: 1 to 4096")
+    if options.json is not None and options.json.is_dir():
+        raise ConfigError(f"--json {options.json} is a directory; name a file")
     spec = load_spec(options.job)
     if options.json is not None:
         # Found out before the work, not after it.
@@ -63,6 +89,28 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         _write(options.json, json.dumps(report, indent=1) + "\n")
     print(render_text(report))
     return report
+
+
+def _output_lost() -> int | None:
+    """If the standard output takes nothing, say so and return the exit code; ``None`` if it does."""
+    try:
+        # A line more, since an unbuffered stream has nothing left to flush.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter's last flush must not complain about it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return BROKEN_PIPE
+        return _fail(
+            f"the standard output cannot be written ({error.strerror}); send it elsewhere", DirectoryUnusable.exit_code
+        )
+    return None
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"eval_kernel: error: {text}", file=sys.stderr)
+    return code
 
 
 def _write(path: Path, text: str) -> None:

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import grpc
 import grpc.aio
-from fedeval.v1 import agents_pb2, agents_pb2_grpc
-from fedeval.wire.channel import server_options
+from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN, server_options
 from fedeval.wire.messages import (
     manifest_from_json,
     manifest_to_json,
@@ -50,6 +50,19 @@ class FakeJobState:
     @property
     def complete(self) -> bool:
         return self.plan is not None and len(self.partials) == len(self.plan.shards)
+
+
+class _Handshake(jobs_pb2_grpc.JobServiceServicer):
+    """Answers GetCoordinator, and nothing else of the service."""
+
+    def __init__(self, coordinator: FakeCoordinator) -> None:
+        self._coordinator = coordinator
+
+    async def GetCoordinator(self, request, context):  # type: ignore[no-untyped-def]
+        low, high = (7, 9) if self._coordinator.refuse_versions else (PROTOCOL_MIN, PROTOCOL_MAX)
+        return jobs_pb2.GetCoordinatorResponse(
+            coordinator=self._coordinator.identity, version="fake", protocol_min=low, protocol_max=high
+        )
 
 
 class FakeCoordinator(agents_pb2_grpc.AgentServiceServicer):
@@ -92,6 +105,7 @@ class FakeCoordinator(agents_pb2_grpc.AgentServiceServicer):
             job.planning_given = False
         self._server = grpc.aio.server(options=server_options())
         agents_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(_Handshake(self), self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 

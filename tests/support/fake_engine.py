@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from eval_kernel.errors import DataChanged, DatasetNotFound, PathRefused, ShardError, by_code
+from eval_kernel.errors import DataChanged, DatasetNotFound, PathRefused, PrecisionUnsupported, ShardError, by_code
 from eval_kernel.gridsum import STEPS_PER_NAT
 from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import MAX_ROWS, Manifest, Plan, ShardPlan, digest_json
@@ -109,6 +109,8 @@ class FakeEngine:
     """Plans and opens fake jobs."""
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.device not in ("auto", "cpu"):
+            raise PrecisionUnsupported(f"device {config.device!r} is not usable here; allowed: auto, cpu")
         self.config = config
 
     def probe(self) -> dict[str, Any]:

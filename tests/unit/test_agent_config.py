@@ -38,6 +38,7 @@ def test_the_defaults_are_valid() -> None:
         ({"site": "a b"}, "not allowed"),
         ({"roles": ()}, "needs a role; allowed: forward, preprocess, aggregate"),
         ({"device": "tpu"}, "unknown"),
+        ({"device": "mps"}, "allowed: auto, cpu, cuda, cuda:N"),
         ({"threads": 0}, "1 to 4096"),
         ({"hang_seconds": 0.0}, "hang-seconds"),
         ({"drain_seconds": float("nan")}, "drain-seconds"),
@@ -168,6 +169,15 @@ def test_check_wants_space(tmp_path: Path) -> None:
     assert directory("state", tmp_path, 1, "--state").ok
     assert not directory("state", tmp_path, 1 << 62, "--state").ok
     assert [] == list(tmp_path.iterdir())
+
+
+def test_the_remedy_of_a_directory_fits_its_fault(tmp_path: Path) -> None:
+    """Too little space asks for space, a file on the path for another path; what is well has no remedy."""
+    (tmp_path / "file").write_text("")
+
+    assert "free space" in directory("state", tmp_path, 1 << 62, "--state").remedy
+    assert "no directory" in directory("state", tmp_path / "file" / "below", 1, "--state").remedy
+    assert "" == directory("state", tmp_path, 1, "--state").remedy
 
 
 def test_the_worker_s_log_rotates(tmp_path: Path) -> None:
