@@ -24,7 +24,7 @@ from agent.logs import Logger, WorkerLog
 from agent.probe import Capabilities
 from agent.session import Session
 from agent.spool import Corrupted, ResultKey, Spool, SpoolEntry, StateDirectory, remedy
-from agent.work import Settled, Verdict, Work
+from agent.work import PLANNING, Held, Settled, Verdict, Work
 from eval_kernel.errors import DirectoryUnusable, FedevalError, StaleIncarnation
 
 #: How long one Acquire may wait at the coordinator.
@@ -77,6 +77,12 @@ async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _named(held: Held) -> dict[str, str | int]:
+    """What a log line calls a piece of work."""
+    job, index = held
+    return {"job": job, "doing": "planning"} if index == PLANNING else {"job": job, "shard": index}
 
 
 class Daemon:
@@ -231,7 +237,7 @@ class Daemon:
         try:
             outcome = await self._executor.run(work)
         except FedevalError as error:
-            self._log.warning("failed", job=work.job, shard=work.held[1], code=error.code, reason=str(error))
+            self._log.warning("failed", **_named(work.held), code=error.code, reason=str(error))
             self._session.finished(error)
             return
         if outcome is None:
@@ -305,8 +311,8 @@ class Daemon:
             self._pulse.fire()
 
     def _note(self, settled: Settled) -> None:
-        words = {"job": settled.job, "shard": settled.shard, "detail": settled.detail}
         if settled.verdict in (Verdict.REFUSED, Verdict.DIVERGENT):
+            words = {**_named((settled.job, settled.shard)), "detail": settled.detail}
             self._log.warning("the coordinator has an objection to a result", verdict=settled.verdict.value, **words)
 
     # ---------------------------------------------------------------- the end
@@ -327,6 +333,7 @@ class Daemon:
         while self._link.up and session.has_results and time.monotonic() < end:
             await self._pulse.until(lambda: not session.has_results, LINK_GLANCE_SECONDS)
         if self._link.up:
+            self._link.retire()
             try:
                 async with asyncio.timeout(STOP_SECONDS):
                     await self._client.renew(session.heartbeat(), "stopped", leaving=True)

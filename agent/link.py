@@ -57,6 +57,7 @@ class Link:
         self._silent_since: float | None = time.monotonic()
         self._reminded: float | None = None
         self._capabilities_json = "{}"
+        self._retired = False
         self.generation = 0
         self.heartbeat_seconds = 1.0
 
@@ -75,6 +76,10 @@ class Link:
         if generation == self.generation:
             self._up.clear()
             self._down.set()
+
+    def retire(self) -> None:
+        """The good-bye is about to be said: that the coordinator then knows this agent no longer is no news."""
+        self._retired = True
 
     async def ready(self) -> int:
         """Wait until the agent is registered; return the registration's number."""
@@ -119,6 +124,8 @@ class Link:
         if isinstance(error, VersionRefused | StaleIncarnation):
             raise error
         if isinstance(error, NotRegistered):
+            if self._retired:
+                return
             self._log.info("registering again", reason=str(error))
             self.lose(generation)
             return

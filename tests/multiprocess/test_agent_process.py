@@ -288,8 +288,53 @@ def test_probe_prints_json(tmp_path: Path) -> None:
     assert "grpcio" in facts["libraries"]
 
 
-def test_check_passes_and_leaves_again(tmp_path: Path) -> None:
-    """With a coordinator and an engine every finding is good, and the coordinator saw a good-bye."""
+def test_probe_fails_with_its_engine(tmp_path: Path) -> None:
+    """A broken engine or a device that is not there: the facts are printed, then one line and its exit code."""
+    broken = command("probe", "--json", "--cache", str(tmp_path), "--engine", "no_such:Engine")
+    absent = command("probe", "--json", "--cache", str(tmp_path), "--engine", ENGINE, "--device", "cuda:7")
+
+    assert 46 == broken.returncode
+    assert "WORKER_UNUSABLE" == json.loads(broken.stdout)["engine"]["code"]
+    assert "pip install" in broken.stderr.splitlines()[-1]
+    assert 2 == absent.returncode
+    assert "CONFIG_INVALID" == json.loads(absent.stdout)["engine"]["code"]
+    assert absent.stderr.splitlines()[-1].startswith("eval-agent: error: --device cuda:7: ")
+
+
+def test_an_absent_device_ends_the_agent_with_a_line_about_the_option(tmp_path: Path) -> None:
+    """`run --device cuda:7` without CUDA is a wrong option, exit code 2, not a node that fails its shards."""
+
+    async def body(coordinator: FakeCoordinator) -> None:
+        async with a_process(tmp_path, coordinator.address, "--device", "cuda:7") as process:
+            code = await process.wait()
+
+        last = (tmp_path / "a1.log").read_text().splitlines()[-1]
+        assert 2 == code
+        assert last.startswith("eval-agent: error: --device cuda:7: ")
+
+    run(body)
+
+
+def test_a_stopped_agent_does_not_register_again(tmp_path: Path) -> None:
+    """After the good-bye the last line is that it stopped, whatever was still being asked."""
+
+    async def body(coordinator: FakeCoordinator) -> None:
+        async with a_process(tmp_path, coordinator.address) as process:
+            await until(lambda: len(coordinator.renewals) >= 3)
+            process.send_signal(signal.SIGTERM)
+            code = await process.wait()
+
+        log = (tmp_path / "a1.log").read_text()
+        assert 0 == code
+        assert ["a1"] == coordinator.left
+        assert "registering again" not in log
+        assert "stopped" in log.splitlines()[-1]
+
+    run(body)
+
+
+def test_check_passes_and_leaves_no_trace(tmp_path: Path) -> None:
+    """With a coordinator and an engine every finding is good and without a remedy, and no node was registered."""
 
     async def body(coordinator: FakeCoordinator) -> None:
         words = ["--coordinator", coordinator.address, "--state", str(tmp_path / "s"), "--cache", str(tmp_path / "c")]
@@ -297,8 +342,24 @@ def test_check_passes_and_leaves_again(tmp_path: Path) -> None:
         result = json.loads(done.stdout)
 
         assert [] == [f for f in result["findings"] if not f["ok"] and f["name"] != "devices"]
-        assert 1 == len(coordinator.left)
-        assert coordinator.left[0].startswith("check-")
+        assert all(f["ok"] != ("remedy" in f) for f in result["findings"])
+        assert [] == coordinator.registrations
+
+    run(body)
+
+
+def test_check_tells_a_version_from_a_missing_coordinator(tmp_path: Path) -> None:
+    """A coordinator of another protocol is to be replaced, not to be started."""
+
+    async def body(coordinator: FakeCoordinator) -> None:
+        coordinator.refuse_versions = True
+        words = ["--coordinator", coordinator.address, "--state", str(tmp_path / "s"), "--cache", str(tmp_path / "c")]
+        done = await asyncio.to_thread(command, "check", "--json", *words, "--engine", ENGINE)
+        (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["name"] == "coordinator"]
+
+        assert 1 == done.returncode
+        assert "speaks protocol 7 to 9, this agent 1 to 1" in finding["detail"]
+        assert "install the same version of fedeval on both sides" == finding["remedy"]
 
     run(body)
 
