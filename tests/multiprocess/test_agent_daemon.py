@@ -275,7 +275,7 @@ def test_a_node_that_cannot_says_so_for_each_shard_at_once(tmp_path: Path) -> No
 
 
 def test_a_planning_failure_is_reported(tmp_path: Path) -> None:
-    """A dataset that cannot be read arrives as a plan failure with its code and text."""
+    """A dataset that cannot be read arrives as a plan failure with its code and text; the log calls it planning."""
     spec = fake_spec(plan_fails="DATASET_NOT_FOUND")
 
     async def body(coordinator: FakeCoordinator) -> None:
@@ -286,6 +286,8 @@ def test_a_planning_failure_is_reported(tmp_path: Path) -> None:
 
         expected = (-1, "DATASET_NOT_FOUND", "planning fails with DATASET_NOT_FOUND, as asked for")
         assert [expected] == job.failures
+        (line,) = [x for x in map(json.loads, (tmp_path / "a1.log").open()) if x["event"] == "failed"]
+        assert ("planning", None) == (line["doing"], line.get("shard"))
 
     run(body)
 
