@@ -20,19 +20,23 @@ BRIEF = "brief"
 ROLES = ("attention", "mlp", "embedding", "head", "other")
 
 
+def _hint(value: Any, known: list[str]) -> str:
+    """What may have been meant, if anything is near, and all that is allowed."""
+    hint, listed = suggestion(str(value), known), f"allowed: {', '.join(known)}"
+    return hint if hint == listed else f"{hint} {listed}"
+
+
 def _format_name(value: Any) -> Any:
     known = [AUTO, *FORMATS]
     if not isinstance(value, str) or value not in known:
-        raise PydanticCustomError("format_name", "{hint}", {"hint": suggestion(str(value), known)})
+        raise PydanticCustomError("format_name", "{hint}", {"hint": _hint(value, known)})
     return value
 
 
 def _precision_name(value: Any) -> Any:
     known = [AUTO, *FORMATS, BRIEF]
     if not isinstance(value, str) or value not in known:
-        hint = suggestion(str(value), known)
-        more = "" if hint.endswith("?") else ", or a mapping"
-        raise PydanticCustomError("format_name", "{hint}{more}", {"hint": hint, "more": more})
+        raise PydanticCustomError("format_name", "{hint}, or a mapping", {"hint": _hint(value, known)})
     return value
 
 

@@ -48,7 +48,7 @@ def test_a_mapping_names_roles_and_modules() -> None:
 @pytest.mark.parametrize(
     ("precision", "parts"),
     [
-        ("int9", ["precision is 'int9'", "did you mean 'int8'?"]),
+        ("int9", ["precision is 'int9'", "did you mean 'int8'? allowed: auto, fp32, bf16", ", brief, or a mapping"]),
         ("int4", ["precision is 'int4'", "'int4-g32' or 'int4-g64' or 'int4-g128'"]),
         ("quick", ["precision is 'quick'", "allowed: auto, fp32", "brief, or a mapping"]),
         (8, ["precision is 8"]),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import datetime
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from eval_kernel.errors import SpecError
+from eval_kernel.precision.formats import FORMATS
+from eval_kernel.precision.policy import PrecisionSpec
 from eval_kernel.spec import JobSpec, absolute, load_spec, parse_spec
 from eval_kernel.windows import Bos
 
@@ -270,3 +274,44 @@ def test_the_canonical_text_reads_back_as_the_same_job(data: dict[str, Any]) -> 
 
     assert spec == again
     assert spec.canonical() == again.canonical()
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "job.yaml"
+
+
+def keys_of(model: type[BaseModel]) -> set[str]:
+    """The keys of a section and of those in it."""
+    found = set(model.model_fields)
+    for field in model.model_fields.values():
+        todo: list[Any] = [field.annotation]
+        while todo:
+            part = todo.pop()
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                found |= keys_of(part)
+            todo += get_args(part)
+    return found
+
+
+def test_the_example_has_every_key_and_every_format() -> None:
+    """What can be written in a job is in the annotated one, commented out or not."""
+    text = EXAMPLE.read_text()
+    keys = set(re.findall(r"^[# ]*(\w+):", text, re.MULTILINE))
+
+    assert {"default", "allow_overlap", "max_windows"} <= keys_of(JobSpec)
+    assert set() == keys_of(JobSpec) - keys
+    assert [] == [name for name in FORMATS if name.replace("-g32-asym", "").replace("-g128-asym", "") not in text]
+
+
+def test_the_example_is_a_job_as_it_stands_and_with_its_mapping() -> None:
+    """Its lines on precision are valid without the hash."""
+    text = EXAMPLE.read_text()
+    mapping = "".join(line[2:] for line in text.splitlines(keepends=True) if line.startswith(("# precision:", "#   ")))
+    mapping = mapping[mapping.index("precision:") :]
+    plain = parse_spec(yaml.safe_load(text), where="example")
+    mapped = parse_spec({**yaml.safe_load(text), **yaml.safe_load(mapping)}, where="example")
+
+    assert "auto" == plain.precision
+    assert isinstance(mapped.precision, PrecisionSpec)
+    assert mapped.precision.calibration is not None
+    assert ("int4-g64", 0.1) == (mapped.precision.mlp, mapped.precision.calibration.skip)
+    assert {r"model\.layers\.0\..*": "bf16"} == mapped.precision.modules
