@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -17,8 +18,9 @@ from coordinator.commands.jobs import cancel, jobs, submit, wait, watch
 from coordinator.commands.nodes import nodes
 from coordinator.commands.report import report
 from coordinator.commands.serve import serve
+from coordinator.live import plain
 from eval_kernel import __version__
-from eval_kernel.errors import FedevalError
+from eval_kernel.errors import DirectoryUnusable, FedevalError, IllegalTransition
 
 PROGRAM = "eval-coordinator"
 #: Exit codes of the shell's tradition: ended by SIGINT, by SIGPIPE.
@@ -65,13 +67,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has gone; the interpreter's last flush must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            return _bug(error)
+        _silence()  # files of ours have errors of their own: what is left is what we print to
+        text = f"cannot write to standard output ({error.strerror}); make room there or send it elsewhere"
+        return _fail(text, DirectoryUnusable.exit_code)
     except _ClickException as error:
         return _usage(error)
     except Exception as error:  # noqa: BLE001 - a fault of ours: the user gets one line, we get the place
-        return _fail(f"internal error at {_place(error)}: {type(error).__name__}: {error}; please report it", 1)
+        return _bug(error)
 
 
 def main() -> None:
@@ -105,6 +112,17 @@ def _place(error: BaseException) -> str:
     return place
 
 
+def _bug(error: Exception) -> int:
+    """Report a fault of this program."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _fail(f"internal error at {_place(error)}: {text}; please report it", IllegalTransition.exit_code)
+
+
+def _silence() -> None:
+    """Drop what standard output still holds: the interpreter's last flush must not complain about it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(text: str, code: int) -> int:
-    typer.echo(f"{PROGRAM}: error: {text}", err=True)
+    typer.echo(plain(f"{PROGRAM}: error: {text}"), err=True)
     return code

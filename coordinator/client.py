@@ -22,6 +22,8 @@ from eval_kernel.spec import JobSpec
 
 _T = TypeVar("_T")
 
+#: Hears whether the coordinator answers: ``None`` when it did, else why it did not.
+OnAnswer = Callable[[Unreachable | None], None]
 #: Seconds a call may take: a little more than the coordinator waits for its journal.
 CALL_SECONDS = 8.0
 
@@ -67,7 +69,7 @@ class Client:
         unreachable coordinator that answered before is tried again for ``patience`` seconds.
         Raises ``JobKeyConflict`` when the key was used with another specification.
         """
-        request = jobs_pb2.SubmitJobRequest(key=key or uuid.uuid4().hex, spec_json=spec.canonical())
+        request = jobs_pb2.SubmitJobRequest(key=uuid.uuid4().hex if key is None else key, spec_json=spec.canonical())
         await self.info()  # a wrong address is found out at once; only what comes after is worth patience
         retry = _Backoff(patience)
         while True:
@@ -105,18 +107,23 @@ class Client:
         m = await self._call(self._stub.CancelJob(request, timeout=self._timeout))
         return JobStatus.from_message(m.job)
 
-    async def watch(self, job: str, *, patience: float = 120.0) -> AsyncGenerator[JobStatus]:
+    async def watch(
+        self, job: str, *, patience: float = 120.0, on_answer: OnAnswer = lambda silence: None
+    ) -> AsyncGenerator[JobStatus]:
         """Yield a job's status now, on every change, and last when it is settled.
 
-        A broken stream is opened again for up to ``patience`` seconds, once the first message has come.
+        A broken stream is opened again for up to ``patience`` seconds, once the first message has come. ``on_answer``
+        hears of every answer (``None``) and of every try that nobody answered (the error).
         """
         retry: _Backoff | None = None
         status = await self.job(job)
+        on_answer(None)
         while True:
             call = self._stub.WatchJob(jobs_pb2.WatchJobRequest(job=status.job))
             try:
                 async for m in call:
                     retry = None
+                    on_answer(None)
                     # The specification stays the same, and a watch does not repeat it.
                     status = replace(JobStatus.from_message(m.job), spec_json=status.spec_json)
                     yield status
@@ -130,15 +137,19 @@ class Client:
                 cause = Unreachable(f"the coordinator at {self.address} ended the watch of job {status.job} early")
             finally:
                 call.cancel()  # an abandoned call is never collected
+            on_answer(cause)
             retry = retry or _Backoff(patience)
             if not await retry.again():
                 raise cause
 
-    async def settled(self, job: str, *, patience: float = 120.0) -> JobStatus:
-        """Wait until a job is settled and return its status."""
+    async def settled(
+        self, job: str, *, patience: float = 120.0, on_answer: OnAnswer = lambda silence: None
+    ) -> JobStatus:
+        """Wait until a job is settled and return its status; ``patience`` and ``on_answer`` as for ``watch``."""
         status = await self.job(job)
+        on_answer(None)
         if not status.state.settled:
-            async for later in self.watch(status.job, patience=patience):
+            async for later in self.watch(status.job, patience=patience, on_answer=on_answer):
                 status = later
         return status
 

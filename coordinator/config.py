@@ -15,6 +15,8 @@ from eval_kernel.errors import ConfigError
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 #: Environment variable with the coordinator's address, for every client command.
 ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
+#: What ``default_data_dir`` says, for people.
+DATA_DIR_TEXT = "fedeval in $XDG_DATA_HOME, or in ~/.local/share"
 
 
 def default_data_dir() -> Path:

@@ -135,7 +135,7 @@ class Demo:
             with LiveView(self._console) as view:
                 last = await self._follow(client, view, submitted.status.job, agents, address)
             if last.state is not JobState.SUCCEEDED:
-                why = f"{last.failure.code}: {last.failure.message}" if last.failure else last.state.value
+                why = last.failure.text if last.failure else last.state.value
                 raise JobIncomplete(
                     f"the demo's job ended without a number: {why}; logs are in {self._fleet.directory}"
                 )

@@ -72,7 +72,7 @@ def line(status: JobStatus) -> str:
     if not status.state.settled and status.eta_seconds is not None:
         parts.append(f"about {duration(status.eta_seconds)} left")
     if status.failure is not None:
-        parts.append(f"{status.failure.code}: {status.failure.message}")
+        parts.append(status.failure.text)
     elif status.waiting:
         parts.append("waiting: " + "; ".join(status.waiting))
     return plain(", ".join(parts))
@@ -103,7 +103,7 @@ def render(status: JobStatus) -> RenderableType:
     if status.shards_quarantined:
         parts.append(Text(f"{status.shards_quarantined} shards are given up for now", style="red"))
     if status.failure is not None:
-        parts.append(Text(plain(f"{status.failure.code}: {status.failure.message}"), style="red"))
+        parts.append(Text(plain(status.failure.text), style="red"))
     return Group(*parts)
 
 

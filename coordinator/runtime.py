@@ -16,8 +16,9 @@ import structlog
 from coordinator.committer import Appendable, Committer
 from coordinator.config import Timings
 from coordinator.core.calls import Outcome, Submitted
-from coordinator.core.facts import Facts
+from coordinator.core.facts import Facts, ShardCommitted
 from coordinator.core.scheduler import Scheduler
+from coordinator.core.states import JobState
 from eval_kernel.errors import JournalFull, Unavailable
 
 _T = TypeVar("_T")
@@ -94,6 +95,8 @@ class Runtime:
         for fact in facts:
             if fact.kind in _LOGGED:
                 _log.info(fact.kind.replace("_", " "), job=fact.job, **_LOGGED[fact.kind](fact))
+            if isinstance(fact, ShardCommitted) and self.scheduler.state(fact.job) is JobState.SUCCEEDED:
+                _log.info("job succeeded", job=fact.job)
         number = self._committer.put(facts)
         self.touch()
         return number

@@ -45,6 +45,11 @@ class Failure:
     code: str
     message: str
 
+    @property
+    def text(self) -> str:
+        """Code and message; of a cancelled job the message alone, since its state says the rest."""
+        return self.message if self.code == "CANCELLED" else f"{self.code}: {self.message}"
+
 
 @dataclass(frozen=True, slots=True)
 class NodeProgress:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coordinator.commands.common import AsJson, print_json, say
-from coordinator.config import ADDRESS_VARIABLE, DEFAULT_ADDRESS, ServeConfig, default_data_dir
+from coordinator.config import ADDRESS_VARIABLE, DATA_DIR_TEXT, DEFAULT_ADDRESS, ServeConfig, default_data_dir
 
 
 def check(
@@ -25,7 +25,7 @@ def check(
         ),
     ] = DEFAULT_ADDRESS,
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the journal would be.", show_default=str(default_data_dir))
+        Path | None, typer.Option(metavar="DIR", help="Where the journal would be.", show_default=DATA_DIR_TEXT)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.config import ADDRESS_VARIABLE, DEFAULT_ADDRESS
+from eval_kernel.errors import Unreachable
 
 Address = Annotated[
     str,
@@ -32,6 +33,23 @@ def console() -> Console:
 def say(text: str) -> None:
     """Print text as it is."""
     typer.echo(text)
+
+
+class Answers:
+    """Whether the coordinator answers a command that follows a job: says so once when it stops to."""
+
+    def __init__(self, address: str) -> None:
+        """Nothing has been heard yet."""
+        self._address = address
+        self.silent = True
+        self._told = False
+
+    def __call__(self, silence: Unreachable | None) -> None:
+        """Take note of an answer, or of why there was none."""
+        self.silent = silence is not None
+        if self.silent and not self._told:
+            typer.echo(f"eval-coordinator: the coordinator at {self._address} does not answer; trying again", err=True)
+        self._told = self.silent
 
 
 def print_json(value: Any) -> None:

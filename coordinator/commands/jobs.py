@@ -11,12 +11,15 @@ import typer
 from rich.text import Text
 
 from coordinator.client import Client, call
-from coordinator.commands.common import ADDRESS, Address, AsJson, Job, JobFile, console, print_json, say, table
+from coordinator.commands.common import ADDRESS, Address, Answers, AsJson, Job, JobFile, console, print_json, say, table
 from coordinator.commands.report import without_number
 from coordinator.live import LiveView, duration, estimate, line, plain
 from coordinator.status import JobStatus, Submitted
-from eval_kernel.errors import JobIncomplete, TimedOut
+from eval_kernel.errors import JobIncomplete, TimedOut, Unreachable
 from eval_kernel.spec import load_spec
+
+#: Seconds that `wait --timeout` grants the first answer at least.
+FIRST_ANSWER_SECONDS = 2.0
 
 
 def submit(
@@ -63,14 +66,27 @@ def wait(
     answers, 3 when the time is over.
     """
 
+    answers = Answers(address)
+
     async def action(client: Client) -> tuple[JobStatus, JobIncomplete | None]:
-        async with asyncio.timeout(timeout):
-            status = await client.settled(job)
+        end = None if timeout is None else asyncio.get_running_loop().time() + timeout
+        # However short the time is, a coordinator that is there gets a chance to say so.
+        async with asyncio.timeout(None if timeout is None else max(timeout, FIRST_ANSWER_SECONDS)):
+            status = await client.job(job)
+        answers(None)
+        if not status.state.settled:
+            async with asyncio.timeout_at(end):
+                status = await client.settled(status.job, on_answer=answers)
         return status, await without_number(client, status)
 
     try:
         status, why = call(address, action)
     except TimeoutError:
+        if answers.silent:
+            raise Unreachable(
+                f"no coordinator answers at {address} after {timeout:g} seconds; is `eval-coordinator serve` running "
+                "there?"
+            ) from None
         raise TimedOut(f"job {job} is not settled after {timeout:g} seconds; it goes on") from None
     if as_json:
         print_json(status.to_json())
@@ -93,7 +109,7 @@ def jobs(
     if not listed:
         say("no jobs")
         return
-    rows = table("job", "name", "state", "shards", "result so far", "age", right=("shards", "age"))
+    rows = table("job", "name", "state", "shards", "result so far", "elapsed", right=("shards", "elapsed"))
     for status in listed:
         shards = f"{status.shards_done}/{status.shards}" if status.shards else "-"
         result = estimate(status) if status.bits_per_byte is not None else "-"
@@ -110,7 +126,7 @@ def jobs(
 def explanation(status: JobStatus) -> list[str]:
     """Return why a job is not finished, or not successfully, one line each."""
     if status.failure is not None:
-        return [f"{status.failure.code}: {status.failure.message}"]
+        return [status.failure.text]
     if status.state.settled:
         return []
     return list(status.waiting) or ["nothing is in its way"]
@@ -131,7 +147,7 @@ def cancel(
 
 
 async def _watch(client: Client, job: str, as_json: bool) -> None:
-    async with contextlib.aclosing(client.watch(job)) as statuses:
+    async with contextlib.aclosing(client.watch(job, on_answer=Answers(client.address))) as statuses:
         if as_json:
             status: JobStatus | None = None
             async for status in statuses:

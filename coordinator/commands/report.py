@@ -39,7 +39,7 @@ def report(
 async def without_number(client: Client, status: JobStatus) -> JobIncomplete | None:
     """Return why a settled job has no number, ``None`` where it has one."""
     if status.state is not JobState.SUCCEEDED:
-        why = f"{status.failure.code}: {status.failure.message}" if status.failure else "see its report"
+        why = status.failure.text if status.failure else "see its report"
         return JobIncomplete(f"job {status.job} {status.state.value}: {why}")
     report = await client.report(status.job)
     if report["complete"]:

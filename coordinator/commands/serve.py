@@ -6,14 +6,15 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 import typer
 
 from coordinator.commands.common import say
-from coordinator.config import DEFAULT_ADDRESS, ServeConfig, default_data_dir, scheduler_config
+from coordinator.config import DATA_DIR_TEXT, DEFAULT_ADDRESS, ServeConfig, default_data_dir, scheduler_config
 from coordinator.core.calls import SchedulerConfig
+from coordinator.live import plain
 
 
 def serve(
@@ -21,7 +22,7 @@ def serve(
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
     ] = DEFAULT_ADDRESS,
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the journal is.", show_default=str(default_data_dir))
+        Path | None, typer.Option(metavar="DIR", help="Where the journal is.", show_default=DATA_DIR_TEXT)
     ] = None,
     heartbeat: Annotated[
         float, typer.Option(metavar="SECONDS", help="How often agents are told to report that they live.")
@@ -46,10 +47,12 @@ def serve(
 def configure_log(*, as_json: bool) -> None:
     """Log to standard error: one line per event, words and key=value pairs."""
     renderer: structlog.typing.Processor
+    cleaned: tuple[structlog.typing.Processor, ...] = ()  # JSON escapes by itself
     if as_json:
         renderer = structlog.processors.JSONRenderer()
     else:
         renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        cleaned = (_clean,)
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -57,7 +60,12 @@ def configure_log(*, as_json: bool) -> None:
     if as_json:
         processors.append(structlog.processors.dict_tracebacks)
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=[*processors, *cleaned, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _clean(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Names and reasons come from job files and agents: nothing in them may steer the terminal."""
+    return {key: plain(value) if isinstance(value, str) else value for key, value in event.items()}

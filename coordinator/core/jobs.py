@@ -26,6 +26,9 @@ from eval_kernel.partial import Partial
 from eval_kernel.plan import Plan, ShardPlan, digest_json
 from eval_kernel.tally import Tally
 
+#: The code and, where nobody gave a reason, the text of a cancelled job's failure.
+CANCELLED, NO_REASON = "CANCELLED", "no reason was given"
+
 
 class Shard:
     """One shard: its state, its tries by kind, and its lease if someone holds one."""
@@ -141,7 +144,7 @@ class Job:
                 self.failure, self.settled_at = Failure(fact.code, fact.message), fact.at
             case f.JobCancelled():
                 self._advance(JobEvent.CANCEL)
-                self.failure, self.settled_at = Failure("CANCELLED", fact.reason), fact.at
+                self.failure, self.settled_at = Failure(CANCELLED, fact.reason or NO_REASON), fact.at
             case _:
                 raise ValueError(f"{type(fact).__name__} is no fact of a job that exists")
         self.changed += 1

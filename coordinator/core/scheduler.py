@@ -25,7 +25,7 @@ from coordinator.core.explain import reasons
 from coordinator.core.facts import Fact, Facts
 from coordinator.core.placement import job_to_plan, shards_to_score
 from coordinator.core.results import Results, one_line
-from coordinator.core.states import NodeEvent, NodeState
+from coordinator.core.states import JobState, NodeEvent, NodeState
 from coordinator.core.viewing import job_view, missing, node_view
 from coordinator.core.views import Commit, JobView, Missing, NodeView
 from eval_kernel.errors import JobKeyConflict
@@ -184,6 +184,10 @@ class Scheduler(Results):
         """Return a job by id or unambiguous prefix of it; raises ``UnknownJob``."""
         job = self._board.find(prefix)
         return job_view(job, self._board.nodes, self.changed(job.id))
+
+    def state(self, prefix: str) -> JobState:
+        """Return where a job stands; raises ``UnknownJob``."""
+        return self._board.find(prefix).state
 
     def jobs(self) -> tuple[JobView, ...]:
         """Return all jobs, newest first."""

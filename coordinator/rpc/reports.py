@@ -8,17 +8,19 @@ from typing import Any
 from coordinator.core.facts import ShardDiverged
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.views import Commit, JobView, Missing
-from eval_kernel.errors import CallError
+from eval_kernel.errors import JobIncomplete
 from eval_kernel.gridsum import to_nats
 from eval_kernel.report import Accounting, MissingShard, NodeWork, build_report
 from eval_kernel.spec import JobSpec
 
 
 def report(scheduler: Scheduler, view: JobView, now: float) -> dict[str, Any]:
-    """Return the report of a job as it stands. Raises ``CallError`` for one without a manifest."""
+    """Return the report of a job as it stands. Raises ``JobIncomplete`` for one without a manifest."""
     if view.manifest is None:
-        why = f": {view.failure.code}: {view.failure.message}" if view.failure else ""
-        raise CallError(f"job {view.job} has no report: it was never planned (it is {view.state.name}{why})")
+        if not view.state.settled:
+            raise JobIncomplete(f"job {view.job} has no report: it is not planned yet ({view.state.name})")
+        why = f": {view.failure.message}" if view.failure else ""
+        raise JobIncomplete(f"job {view.job} has no report: it was never planned (it is {view.state.name}{why})")
     commits = scheduler.commits(view.job)
     assert view.plan_digest is not None, "a job with a manifest has a plan"
     return build_report(

@@ -13,10 +13,20 @@ from fedeval.v1 import jobs_pb2
 from fedeval.wire.messages import scored_to_message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 from coordinator.journal import MemoryJournal
+from coordinator.live import line
 from coordinator.status import JobState
-from eval_kernel.errors import CallError, JobKeyConflict, JournalFull, SpecError, Unavailable, UnknownJob
+from eval_kernel.errors import (
+    JobIncomplete,
+    JobKeyConflict,
+    JournalFull,
+    RequestInvalid,
+    SpecError,
+    Unavailable,
+    UnknownJob,
+)
 from eval_kernel.partial import Execution, ScoredShard
 from eval_kernel.spec import parse_spec
 from tests.support.fake_engine import fake_spec, reference_partials, reference_plan, reference_tally
@@ -189,8 +199,8 @@ def test_a_report_needs_a_manifest() -> None:
         code, _, details = await status_of(there.jobs.GetReport(jobs_pb2.GetReportRequest(job=job)))
 
         assert grpc.StatusCode.FAILED_PRECONDITION == code
-        assert "never planned" in details
-        with pytest.raises(CallError):
+        assert "not planned yet (PLANNING)" in details
+        with pytest.raises(JobIncomplete):
             await there.client.report(job)
 
         agent = await there.agent()
@@ -234,6 +244,67 @@ def test_cancelling_is_repeatable_and_leaves_settled_jobs_alone() -> None:
         assert JobState.CANCELLED == again.state
         assert again.failure is not None
         assert "a reason" in again.failure.message
+
+    serving(test)
+
+
+def test_a_cancelled_job_says_why_once() -> None:
+    """With a reason and without one; the state is not said twice, and no colon is left with nothing behind it."""
+
+    async def test(there: Served) -> None:
+        agent = await there.agent()
+        said, ended = [], []
+        for reason in ("", "wrong data"):
+            job = (await there.client.submit(SPEC)).status.job
+            await agent.acquire()
+            await agent.plan(job, reference_plan(SPEC))
+            said.append(line(await there.client.cancel(job, reason)))
+            ended.append((await there.client.report(job))["missing"]["summary"][0])
+
+        assert [
+            "a job: cancelled, 0/4 shards, no reason was given",
+            "a job: cancelled, 0/4 shards, wrong data",
+        ] == said
+        assert [
+            "the job ended with CANCELLED: no reason was given",
+            "the job ended with CANCELLED: wrong data",
+        ] == ended
+
+    serving(test)
+
+
+def test_a_job_cancelled_before_its_plan_has_no_report_and_says_so() -> None:
+    """It was never planned, which is another thing than not yet."""
+
+    async def test(there: Served) -> None:
+        job = (await there.client.submit(SPEC)).status.job
+        await there.client.cancel(job, "wrong data")
+        with pytest.raises(JobIncomplete, match=r"it was never planned \(it is CANCELLED: wrong data\)"):
+            await there.client.report(job)
+
+    serving(test)
+
+
+def test_an_empty_key_is_refused() -> None:
+    """It is not taken for none."""
+
+    async def test(there: Served) -> None:
+        with pytest.raises(RequestInvalid, match="key is missing"):
+            await there.client.submit(SPEC, "")
+
+    serving(test)
+
+
+def test_the_log_says_when_a_job_succeeds() -> None:
+    """Once, with the job's id."""
+
+    async def test(there: Served) -> None:
+        job = (await there.client.submit(SPEC)).status.job
+        agent = await there.agent()
+        with capture_logs() as entries:
+            await finish(agent, job)
+
+        assert [job] == [entry["job"] for entry in entries if entry["event"] == "job succeeded"]
 
     serving(test)
 

@@ -107,6 +107,36 @@ def test_an_unreachable_coordinator_is_one_line_within_seconds(verb: tuple[str, 
     assert time.monotonic() - begin < 10
 
 
+def test_a_wait_whose_time_ends_with_nobody_answering_is_unreachable() -> None:
+    """Exit code 2, not 3: whether the job goes on, nobody said."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(5)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        result = command("wait", "x", "--timeout", "0.5", "--coordinator", address)
+
+    assert_one_line(result, 2, "no coordinator answers", address)
+
+
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    """A full disk behind standard output costs no traceback, also not from the interpreter's last flush."""
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "coordinator", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert 45 == result.returncode
+    assert [
+        "eval-coordinator: error: cannot write to standard output (No space left on device); make room there or "
+        "send it elsewhere"
+    ] == result.stderr.splitlines()
+
+
 def test_a_program_that_is_no_coordinator_is_one_line() -> None:
     """Something that listens but does not speak gRPC is unreachable, within seconds."""
     with socket.socket() as silent:
@@ -246,7 +276,7 @@ def test_the_reading_commands_print_json(tmp_path: Path) -> None:
         jobs = json.loads(command("jobs", "--json", *there).stdout)
         nodes = json.loads(command("nodes", "--json", *there).stdout)
         explained = command("jobs", "--explain", *there).stdout
-        late = command("wait", submitted["job"], "--timeout", "0.1", *there)
+        late = command("wait", submitted["job"], "--timeout", "0", *there)
         no_report = command("report", submitted["job"], *there)
         cancelled = json.loads(command("cancel", submitted["job"], "--json", *there).stdout)
         waited = command("wait", submitted["job"], *there)
@@ -258,7 +288,7 @@ def test_the_reading_commands_print_json(tmp_path: Path) -> None:
     assert [] == nodes
     assert "no agent" in explained
     assert_one_line(late, 3, submitted["job"])
-    assert_one_line(no_report, 2, "never planned")
+    assert_one_line(no_report, 1, "not planned yet (PLANNING)")
     assert "cancelled" == cancelled["state"]
     assert (1, 1) == (waited.returncode, watched.returncode)
     assert 0 == checked.returncode, checked.stdout

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import structlog
 
 from coordinator import cli
 from coordinator.commands import jobs
+from coordinator.commands.common import Answers
+from coordinator.commands.serve import configure_log
 from coordinator.status import Failure, JobState, JobStatus
 from eval_kernel import __version__, errors
 
@@ -34,6 +38,60 @@ def test_each_error_is_one_line_and_its_own_exit_code(
     assert kind.exit_code == code != 0
     assert "eval-coordinator: error: what is wrong\n" == written.err
     assert "" == written.out
+
+
+def test_a_fault_of_the_program_is_one_line_without_escapes_and_code_70(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing in an error's text steers the terminal."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("odd \x1b[31mred\nthing")
+
+    monkeypatch.setattr(jobs, "call", fail)
+
+    assert 70 == cli.run(["jobs"])
+    written = capsys.readouterr().err
+    assert "RuntimeError: odd ?[31mred thing; please report it\n" in written
+    assert 1 == written.count("\n")
+
+
+def test_no_help_shows_a_function_for_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Defaults that are computed are told in words."""
+    for command in ("serve", "check"):
+        assert 0 == cli.run([command, "--help"])
+        written = capsys.readouterr().out
+
+        assert "<function" not in written
+        assert "$XDG_DATA_HOME" in written
+
+
+def test_a_coordinator_that_stops_to_answer_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each silence is told once, however many tries it lasts."""
+    answers = Answers("127.0.0.1:1")
+    silent = [answers.silent]
+    silence = errors.Unreachable("nobody")
+    for heard in (None, silence, silence, None, silence):
+        answers(heard)
+        silent.append(answers.silent)
+
+    assert [True, False, True, True, False, True] == silent
+    assert 2 * "eval-coordinator: the coordinator at 127.0.0.1:1 does not answer; trying again\n" == (
+        capsys.readouterr().err
+    )
+
+
+def test_nothing_in_the_log_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reasons that agents give are shown without what a terminal would obey."""
+    try:
+        configure_log(as_json=False)
+        structlog.get_logger("test").info("job failed", reason="odd \x1b[31mred")
+    finally:
+        structlog.reset_defaults()
+    written = capsys.readouterr().err
+
+    assert "odd ?[31mred" in written
+    assert "\x1b" not in written
 
 
 def test_an_interrupt_ends_a_command_without_a_word(
@@ -76,6 +134,7 @@ def test_a_job_explains_itself() -> None:
     assert ["nothing is in its way"] == jobs.explanation(running)
     assert ["a", "b"] == jobs.explanation(waiting)
     assert ["CODE: why"] == jobs.explanation(failed)
+    assert ["why"] == jobs.explanation(replace(failed, failure=Failure("CANCELLED", "why")))
     assert [] == jobs.explanation(done)
 
 

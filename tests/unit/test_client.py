@@ -38,13 +38,14 @@ def test_nobody_at_the_address_is_unreachable() -> None:
 def test_a_watch_goes_on_after_the_coordinator_came_back() -> None:
     """A stream that breaks is opened again at the same address, and the settled state arrives."""
     journal = MemoryJournal("identity")
+    answers: list[bool] = []
 
     async def main() -> list[JobState]:
         seen: list[JobState] = []
         first = asyncio.Event()
 
         async def watch(client: Client, job: str) -> None:
-            async for status in client.watch(job):
+            async for status in client.watch(job, on_answer=lambda silence: answers.append(silence is None)):
                 seen.append(status.state)
                 first.set()
 
@@ -64,6 +65,8 @@ def test_a_watch_goes_on_after_the_coordinator_came_back() -> None:
 
     assert JobState.PLANNING == seen[0]
     assert JobState.CANCELLED == seen[-1]
+    assert (True, True) == (answers[0], answers[-1])
+    assert False in answers
 
 
 def test_a_submission_is_repeated_with_its_key_until_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

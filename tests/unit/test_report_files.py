@@ -200,3 +200,11 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(DirectoryUnusable):
         write_reports(k_report(), tmp_path, "job-1")
     assert ["job-1.json"] == [p.name for p in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("state", "said"), [("FAILED", "There is no result:"), ("RUNNING", "There is no result yet:")])
+def test_a_settled_job_without_a_result_is_not_promised_one(state: str, said: str) -> None:
+    """Only a job that goes on may have a result later."""
+    page = render_html({**incomplete(), "state": state})
+
+    assert said in page

@@ -18,6 +18,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 CODES: dict[type[errors.FedevalError], grpc.StatusCode] = {
     errors.FedevalError: grpc.StatusCode.INTERNAL,
     errors.JobError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.JobIncomplete: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CallError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.RequestInvalid: grpc.StatusCode.INVALID_ARGUMENT,
