@@ -286,7 +286,7 @@ def test_a_planning_failure_is_reported(tmp_path: Path) -> None:
 
         expected = (-1, "DATASET_NOT_FOUND", "planning fails with DATASET_NOT_FOUND, as asked for")
         assert [expected] == job.failures
-        (line,) = [x for x in map(json.loads, (tmp_path / "a1.log").open()) if x["event"] == "failed"]
+        (line,) = [x for x in map(json.loads, (tmp_path / "a1.log").read_text().splitlines()) if x["event"] == "failed"]
         assert ("planning", None) == (line["doing"], line.get("shard"))
 
     run(body)
