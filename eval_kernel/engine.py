@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, scoring, tokenizer
@@ -152,6 +153,12 @@ class Engine:
             used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
             self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where), used)
         return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], self.config, spec)
+
+    def evaluated(self, spec: JobSpec, note: Note) -> list[npt.NDArray[np.int32]]:
+        """Return the tokens that a job scores, run by run. Raises the errors of the job's ingredients."""
+        inputs = self._prepare(spec, note)
+        tokens, cut = inputs.corpus.tokens, inputs.layout
+        return [np.array(tokens[w.scored : w.end]) for w in cut.windows(0, cut.num_windows)]
 
     def _precision(
         self,

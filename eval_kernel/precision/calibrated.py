@@ -32,7 +32,7 @@ def quantised(
     """
     assembly = Assembly(source, plan, outline, torch.device("cpu"))
     module = assembly.module
-    name, layers = _decoder(module)
+    name, layers = decoder_layers(module)
     weights = by_tensor(plan, outline)
     inside: dict[int, list[TensorPlan]] = {}
     outside = []
@@ -53,21 +53,20 @@ def quantised(
                 search.fill(made, start, end, floats, "mse")
         assembly.put_quantised(t, made)
         yield t.name, made
-    with torch.inference_mode():
-        states, calls = _entrance(module, layers, ids)
-        for number, layer in enumerate(layers):
-            note(f"calibrating layer {number + 1} of {len(layers)}")
-            tensors = sorted(inside.get(number, []), key=lambda t: t.kind != "vector")
-            for t in tensors:
-                assembly.put_floats(t, torch.float32)
-            todo = [t for t in tensors if t.quantised]
-            moments = _moments(layer, [(t, module.get_submodule(t.module)) for t in todo], states, calls[number])
-            for t in todo:
-                made = _quantise(t, module, weights[t.name].transposed, moments[t.name])
-                assembly.put_quantised(t, made)
-                yield t.name, made
-            states = [_run(layer, x, calls[number]) for x in states]
-            layers[number] = torch.nn.Identity()  # frees it
+    walk = Walk(module, ids)
+    for number in range(len(layers)):
+        note(f"calibrating layer {number + 1} of {len(layers)}")
+        tensors = sorted(inside.get(number, []), key=lambda t: t.kind != "vector")
+        for t in tensors:
+            assembly.put_floats(t, torch.float32)
+        todo = [t for t in tensors if t.quantised]
+        moments = walk.moments(number, [(t.name, module.get_submodule(t.module)) for t in todo])
+        for t in todo:
+            made = _quantise(t, module, weights[t.name].transposed, moments[t.name])
+            assembly.put_quantised(t, made)
+            yield t.name, made
+        walk.advance(number + 1)
+        layers[number] = torch.nn.Identity()  # frees it
 
 
 def _quantise(t: TensorPlan, module: Any, transposed: bool, moments: torch.Tensor) -> Quantised:
@@ -80,7 +79,7 @@ def _quantise(t: TensorPlan, module: Any, transposed: bool, moments: torch.Tenso
         return gptq.quantise(weight, moments, form)
 
 
-def _decoder(module: Any) -> tuple[str, Any]:
+def decoder_layers(module: Any) -> tuple[str, Any]:
     """The decoder's layers: the longest list of modules of one class."""
     lists = [
         (name, part)
@@ -89,9 +88,70 @@ def _decoder(module: Any) -> tuple[str, Any]:
     ]
     if not lists:
         raise PrecisionUnsupported(
-            "quantiser gptq runs a model layer by layer, and this one has no list of decoder layers; use quantiser: mse"
+            "calibration runs a model layer by layer, and this one has no list of decoder layers; use quantiser: mse"
         )
     return max(lists, key=lambda entry: len(entry[1]))
+
+
+class Walk:
+    """Hidden states of a few rows on their way through a model's decoder layers, one layer at a time."""
+
+    def __init__(self, module: Any, ids: torch.Tensor) -> None:
+        """Enter the first layer with token ids [rows, length]. Raises ``PrecisionUnsupported``."""
+        self._layers = decoder_layers(module)[1]
+        with torch.inference_mode():
+            self._states, self._calls = _entrance(module, self._layers, ids)
+        self._at = 0
+
+    def advance(self, number: int) -> None:
+        """Go on to the entrance of a layer, through those before it as they are now."""
+        with torch.inference_mode():
+            while self._at < number:
+                self._states = [self._run(x) for x in self._states]
+                self._at += 1
+
+    def moments(self, number: int, targets: list[tuple[str, Any]]) -> dict[str, torch.Tensor]:
+        """Second moments of the inputs of some of a layer's modules, by the name given. Layers must come in order.
+
+        Modules that share an input share them. Raises ``PrecisionUnsupported`` for a module that is never reached.
+        """
+        self.advance(number)
+        sums: dict[str, torch.Tensor] = {}
+        leaders: dict[str, str] = {}  # name -> the first name that has the same input
+        seen: dict[int, tuple[str, torch.Tensor]] = {}  # holds the tensors, so that no id is given twice
+
+        def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+            def note(_: Any, args: tuple[Any, ...]) -> None:
+                x = args[0]
+                leader = leaders.setdefault(name, seen.setdefault(id(x), (name, x))[0])
+                if leader == name:
+                    flat = x.reshape(-1, x.shape[-1]).float()
+                    with search.one_thread():
+                        sums[name] = sums[name].addmm_(flat.t(), flat) if name in sums else flat.t() @ flat
+
+            return note
+
+        hooks = [part.register_forward_pre_hook(watch(name)) for name, part in targets]
+        try:
+            with torch.inference_mode():
+                for x in self._states:
+                    seen.clear()
+                    self._run(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        missing = [name for name, _ in targets if name not in leaders]
+        if missing:
+            raise PrecisionUnsupported(
+                f"quantiser gptq: calibration never reached {missing[0]}; use quantiser: mse, or other calibration text"
+            )
+        return {name: sums[leaders[name]] for name, _ in targets}
+
+    def _run(self, states: torch.Tensor) -> torch.Tensor:
+        args, kwargs = self._calls[self._at]
+        out = self._layers[self._at](states, *args, **kwargs)
+        found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return found
 
 
 class _Recorder(torch.nn.Module):
@@ -141,44 +201,3 @@ def _entrance(module: Any, layers: Any, ids: torch.Tensor) -> tuple[list[torch.T
             "quantiser gptq needs layers that are each called once, in order; this model's are not: use quantiser: mse"
         )
     return entered, calls
-
-
-def _run(layer: Any, states: torch.Tensor, call: Call) -> torch.Tensor:
-    out = layer(states, *call[0], **call[1])
-    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return found
-
-
-def _moments(
-    layer: Any, targets: list[tuple[TensorPlan, Any]], states: list[torch.Tensor], call: Call
-) -> dict[str, torch.Tensor]:
-    """Second moments of each target layer's inputs over all rows, in float32. Layers that share an input share them."""
-    sums: dict[str, torch.Tensor] = {}
-    leaders: dict[str, str] = {}  # name -> the first name that has the same input
-    seen: dict[int, tuple[str, torch.Tensor]] = {}  # holds the tensors, so that no id is given twice
-
-    def watch(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        def note(_: Any, args: tuple[Any, ...]) -> None:
-            x = args[0]
-            leader = leaders.setdefault(name, seen.setdefault(id(x), (name, x))[0])
-            if leader == name:
-                flat = x.reshape(-1, x.shape[-1]).float()
-                with search.one_thread():
-                    sums[name] = sums[name].addmm_(flat.t(), flat) if name in sums else flat.t() @ flat
-
-        return note
-
-    hooks = [part.register_forward_pre_hook(watch(t.name)) for t, part in targets]
-    try:
-        for x in states:
-            seen.clear()
-            _run(layer, x, call)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    missing = [t.name for t, _ in targets if t.name not in leaders]
-    if missing:
-        raise PrecisionUnsupported(
-            f"quantiser gptq: calibration never reached {missing[0]}; use quantiser: mse, or other calibration text"
-        )
-    return {t.name: sums[leaders[t.name]] for t, _ in targets}
