@@ -9,6 +9,7 @@ from coordinator.core.calls import PLANNING, Holding, PlanWork, RenewAnswer, Sch
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.states import JobState, NodeState, Role
 from eval_kernel.errors import ConfigError, JobKeyConflict, NotRegistered, StaleIncarnation, UnknownJob
+from eval_kernel.plan import Plan
 from tests.support.core_cases import (
     BOTH,
     CONFIG,
@@ -760,3 +761,28 @@ class TestViews:
         for wrong in ({"lease_seconds": 10.0}, {"max_tries": 0}, {"heartbeat_seconds": 20.0}):
             with pytest.raises(ConfigError):
                 SchedulerConfig(**wrong)
+
+
+class _Undigestible(Plan):
+    """A plan whose digest cannot be computed."""
+
+    @property
+    def digest(self) -> str:
+        raise ValueError("no digest")
+
+
+def test_a_fact_that_cannot_be_made_true_changes_nothing() -> None:
+    """State, lease and offers stay as they were, and the job can still be planned."""
+    scheduler = Scheduler(CONFIG)
+    scheduler.register(info("a1"), 0.0)
+    scheduler.submit("j1", "k", "{}", "", 0.0)
+    scheduler.acquire("a1", "1", 1, "", 0.0)
+    good = make_plan(2)
+    before = scheduler.durable(), scheduler.waiting("j1", 0.0), scheduler.offers
+    with pytest.raises(ValueError, match="no digest"):
+        scheduler.apply(f.JobPlanned("j1", "a1", _Undigestible(good.manifest, good.shards), 0.0))
+    after = scheduler.durable(), scheduler.waiting("j1", 0.0), scheduler.offers
+    scheduler.check()
+
+    assert before == after
+    assert Verdict.ACCEPTED is scheduler.planned("a1", "1", "j1", good, 0.0).verdict

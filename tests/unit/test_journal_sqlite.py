@@ -10,12 +10,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.core import facts as f
 from coordinator.journal import MemoryJournal, open_journal
+from coordinator.journal.base import decode, encode
 from coordinator.journal.sqlite import FILE, MIGRATIONS
 from eval_kernel.errors import DirectoryLocked, DirectoryUnusable, JournalCorrupt, JournalFull, JournalNewer
 from tests.support.core_cases import make_plan, make_scored
@@ -285,3 +287,18 @@ def test_half_a_creation_is_begun_anew(tmp_path: Path) -> None:
 
     assert FACTS == replay(tmp_path)
     assert {FILE, "head", "lock"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_manifest_that_cannot_be_is_no_fact_of_a_journal() -> None:
+    """What the wire refuses, a journal cannot bring in either; the error names the field."""
+    row = encode(f.JobPlanned("j1", "a1", make_plan(1), 0.0))
+    assert f.JobPlanned("j1", "a1", make_plan(1), 0.0) == decode(row, "row 1")
+
+    for sound, broken, named in (
+        ('"parameters":1', '"parameters":NaN', "parameters is nan"),
+        ('"dtype":"float32"', '"dtype":"\\ud800"', "dtype is"),
+        ("[0,0,2,10,", "[0,0,2,-10,", "tokens is -10"),
+    ):
+        assert sound in row.body
+        with pytest.raises(JournalCorrupt, match=f"row 1 is no 'job_planned'.*{named}"):
+            decode(replace(row, body=row.body.replace(sound, broken)), "row 1")
