@@ -117,7 +117,9 @@ def _directory(
     try:
         is_file, is_directory = path.is_file(), path.is_dir()
     except OSError as error:
-        raise ModelNotFound(f"model {source}: cannot be read on this node ({error.strerror})") from None
+        raise ModelNotFound(
+            f"model {source}: cannot be read on this node ({error.strerror}); check the path and its permissions"
+        ) from None
     if is_file and path.suffix.lower() == ".gguf":
         return from_gguf(path, cache, note)
     if is_directory:
@@ -144,7 +146,9 @@ def _config(directory: Path) -> dict[str, Any]:
             f"model {directory}: no config.json in it; give the directory of a transformers model"
         ) from None
     except OSError as error:
-        raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
+        raise ModelNotFound(
+            f"model {path}: cannot be read on this node ({error.strerror}); check the path and its permissions"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ModelCorrupt(f"model {path}: cannot be read as JSON ({reason(error)}); copy it again") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
@@ -302,7 +306,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             raw = file.read(length)
     except OSError as error:
-        raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
+        raise ModelNotFound(
+            f"model {path}: cannot be read on this node ({error.strerror}); check the path and its permissions"
+        ) from None
     base = 8 + length
     try:
         tensors = {name: _tensor(path, base, e) for name, e in json.loads(raw).items() if name != "__metadata__"}
@@ -339,7 +345,10 @@ def weights_digest(checkpoint: Checkpoint, cache: Path) -> str:
             cache, sorted({t.file for t in checkpoint.tensors.values()}), lambda: _content_digest(checkpoint)
         )
     except OSError as error:
-        raise ModelNotFound(f"model {checkpoint.directory}: cannot be read on this node ({error.strerror})") from None
+        raise ModelNotFound(
+            f"model {checkpoint.directory}: cannot be read on this node ({error.strerror}); "
+            "check the path and its permissions"
+        ) from None
     config = {k: v for k, v in checkpoint.config.items() if k not in _INCIDENTAL}
     return digest_json([content, config])
 

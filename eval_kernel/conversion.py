@@ -50,7 +50,9 @@ def from_gguf(path: Path, cache: Path, note: Callable[[str], None]) -> Path:
                 )
         digest = remembered(cache, [path], lambda: _file_digest(path)).removeprefix("sha256:")
     except OSError as error:
-        raise ModelNotFound(f"model {path}: cannot be read on this node ({error.strerror})") from None
+        raise ModelNotFound(
+            f"model {path}: cannot be read on this node ({error.strerror}); check the path and its permissions"
+        ) from None
     target = cache / "gguf" / f"{digest}-{GGUF_FORMAT}"
     try:
         with locked(target):

@@ -95,7 +95,9 @@ def _find_files(spec: DatasetSpec, roots: Roots) -> Source:
         try:
             paths = expand(source, roots, wanted)
         except OSError as error:
-            raise DatasetNotFound(f"dataset {source}: cannot be read on this node ({error.strerror})") from None
+            raise DatasetNotFound(
+                f"dataset {source}: cannot be read on this node ({error.strerror}); check the path and its permissions"
+            ) from None
         if not paths:
             what = (
                 "no file in it ends in " + " ".join(wanted)
@@ -141,7 +143,7 @@ def _read(path: Path, encoding: str) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DatasetNotFound(f"dataset {path}: cannot be read ({error.strerror})") from None
+        raise DatasetNotFound(f"dataset {path}: cannot be read ({error.strerror}); check its permissions") from None
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:

@@ -22,7 +22,7 @@ from pydantic import (
 
 from eval_kernel.errors import SpecError
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
-from eval_kernel.precision.policy import Precision, PrecisionSpec
+from eval_kernel.precision.policy import CalibrationSpec, Precision, PrecisionSpec
 from eval_kernel.windows import Bos, Policy, WindowRule
 from eval_kernel.yamlfile import read_yaml
 
@@ -144,6 +144,11 @@ class ShardSpec(_Section):
     tokens: int = Field(16384, ge=1, le=MAX_SHARD_TOKENS // 2, description="Tokens that go through the model per shard")
 
 
+def calibration_data(calibration: CalibrationSpec) -> DatasetSpec:
+    """Return the dataset that a job's calibration text is. Raises pydantic's ``ValidationError``."""
+    return DatasetSpec(**calibration.model_dump(include={"source", "format", "field", "split", "documents"}))
+
+
 def _shorthand(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
@@ -167,8 +172,23 @@ class JobSpec(_Section):
         "auto",
         description="A format, `brief`, or a mapping by role and module; auto is the checkpoint's own (GGUF: fp32)",
     )
+    metrics: Annotated[tuple[Literal["calibration"], ...], BeforeValidator(_listed)] = Field(
+        (), description="Beside perplexity: calibration (temperature fit and ECE; scoring takes about twice as long)"
+    )
     batch: BatchSpec = BatchSpec()
     shard: ShardSpec = ShardSpec()
+
+    @model_validator(mode="after")
+    def _check(self) -> JobSpec:
+        calibration = self.precision.calibration if isinstance(self.precision, PrecisionSpec) else None
+        if calibration is not None:
+            try:
+                calibration_data(calibration)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                key = "".join(f"{part}: " for part in first["loc"][:1])
+                raise ValueError("precision.calibration." + key + first["msg"].removeprefix("Value error, ")) from None
+        return self
 
     def canonical(self) -> str:
         """The one JSON text of this spec: equal specs, equal text. What travels and what is journaled."""
@@ -281,9 +301,15 @@ def _explain(e: dict[str, Any]) -> str:
     if e["type"] == "missing":
         return f"the key {key!r} is required"
     message = e["msg"].removeprefix("Value error, ")
+    if e["type"] == "value_error" and not e["loc"]:
+        return message
     if e["type"] == "value_error":
         # A section's own check begins with the name of the key it is about.
-        return f"{key}.{message}" if message.split(maxsplit=1)[0] in _keys_at(e["loc"]) else f"{key}: {message}"
+        return (
+            f"{key}.{message}"
+            if message.split(maxsplit=1)[0].rstrip(":") in _keys_at(e["loc"])
+            else f"{key}: {message}"
+        )
     if e["type"] == "model_type":
         short = {"model": "its source or ", "dataset": "its source or ", "window": "a policy or "}.get(key, "")
         allowed = f"write {short}a mapping with the keys {', '.join(_keys_at(e['loc']))}"

@@ -17,7 +17,7 @@ from eval_kernel import corpus, documents
 from eval_kernel.errors import DatasetEmpty, SpecError
 from eval_kernel.precision.policy import CalibrationSpec
 from eval_kernel.roots import Roots
-from eval_kernel.spec import DatasetSpec
+from eval_kernel.spec import calibration_data
 from eval_kernel.tokenizer import Tokenizer
 
 #: Tokens in a row that count as the same text wherever they occur twice.
@@ -41,10 +41,9 @@ def load(
     spec: CalibrationSpec, tokenizer: Tokenizer, roots: Roots, cache: Path, note: Callable[[str], None]
 ) -> Calibration:
     """Read calibration text and cut rows out of it evenly. Raises the errors of ``documents``, and ``DatasetEmpty``."""
-    data = DatasetSpec(
-        source=spec.source, format=spec.format, field=spec.field, split=spec.split, documents=spec.documents
+    found = corpus.load(
+        documents.find(calibration_data(spec), roots), tokenizer.backend, tokenizer.digest, "\n\n", cache, note
     )
-    found = corpus.load(documents.find(data, roots), tokenizer.backend, tokenizer.digest, "\n\n", cache, note)
     tokens = found.tokens[int(len(found.tokens) * spec.skip) :]
     rows = min(spec.windows, len(tokens) // spec.context)
     if rows == 0:
