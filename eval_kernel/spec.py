@@ -300,7 +300,7 @@ def _explain(e: dict[str, Any]) -> str:
         return f"unknown key {_short(key)}; {hint}"
     if e["type"] == "missing":
         return f"the key {key!r} is required"
-    message = e["msg"].removeprefix("Value error, ")
+    message: str = e["msg"].removeprefix("Value error, ")
     if e["type"] == "value_error" and not e["loc"]:
         return message
     if e["type"] == "value_error":
