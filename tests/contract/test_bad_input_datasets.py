@@ -78,7 +78,9 @@ def test_a_long_path_is_a_path(tmp_path: Path) -> None:
 
 def test_a_name_too_long_for_the_system() -> None:
     """What the system says is repeated."""
-    refused("/" + "x" * 300, errors.DatasetNotFound, r"cannot be read on this node \(File name too long\); check the path")
+    refused(
+        "/" + "x" * 300, errors.DatasetNotFound, r"cannot be read on this node \(File name too long\); check the path"
+    )
 
 
 def test_a_device_is_no_file() -> None:
