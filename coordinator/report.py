@@ -81,6 +81,9 @@ def render_markdown(report: dict[str, Any]) -> str:
         *((f"error of {key}", entry["text"]) for key, entry in report["numerics"].items()),
     ]
     lines += ["", "| | |", "|---|---|", *(f"| {_md(name)} | {_md(value)} |" for name, value in facts)]
+    if (found := report["calibration"]) is not None:
+        lines += ["", f"- best temperature: {found['temperature']:.4f}, perplexity there {number(found['perplexity'])}"]
+        lines += [f"- calibration error (ECE): {found['ece']:.4f}", f"- {_md(found['text'])}"]
     if table := precision.lines(report["precision"]):
         lines += ["", "| " + " | ".join(table[0]) + " |", "|---|---|--:|--:|--:|--:|"]
         lines += ["| " + " | ".join(_md(cell) for cell in row) + " |" for row in table[1:]]

@@ -275,9 +275,11 @@ class Evaluation:
         windows = list(cut.windows(shard.first_window, shard.windows))
         if cut.shard_digest(windows) != shard.digest:
             self._drop_corpus(shard)
+        extra = scoring.Extra() if "calibration" in self._spec.metrics else None
         started = time.perf_counter()
         try:
-            losses = scoring.score(self._model, [self._row(w) for w in windows], self._manifest.batch_tokens, beat)
+            rows = [self._row(w) for w in windows]
+            losses = scoring.score(self._model, rows, self._manifest.batch_tokens, beat, extra)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise self._no_memory(shard, error) from None
         except RuntimeError as error:
@@ -285,6 +287,8 @@ class Evaluation:
                 raise self._no_memory(shard, error) from None
             raise ShardError(f"shard {shard.index}: scoring failed on {self._model.device} ({reason(error)})") from None
         partial = self._sum(shard, windows, losses)
+        if extra is not None:
+            partial = replace(partial, extra=tuple(sorted(extra.items())))
         if (partial.tokens, partial.bytes, partial.words) != (shard.tokens, shard.bytes, shard.words):
             self._drop_corpus(shard)
         return ScoredShard(partial, self._execution(time.perf_counter() - started))

@@ -52,6 +52,7 @@ class Partial:
     rows: tuple[RowSums, ...]
     nonfinite: int = 0
     places: tuple[NonFinite, ...] = ()
+    extra: tuple[tuple[str, int], ...] = ()  # further sums that a job asked for, by name, in order of the names
 
     @property
     def nats(self) -> float:
@@ -66,6 +67,7 @@ class Partial:
             "rows": [[r.document, r.documents, r.steps, r.tokens, r.bytes, r.words] for r in self.rows],
             "nonfinite": self.nonfinite,
             "places": [[p.document, p.token, p.value] for p in self.places],
+            **({"extra": dict(self.extra)} if self.extra else {}),
         }
 
     @classmethod
@@ -81,6 +83,7 @@ class Partial:
             rows=tuple(RowSums(*row) for row in data["rows"]),
             nonfinite=data["nonfinite"],
             places=tuple(NonFinite(*place) for place in data["places"]),
+            extra=tuple(sorted(data.get("extra", {}).items())),
         )
 
 

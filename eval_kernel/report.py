@@ -17,6 +17,7 @@ from eval_kernel.metrics import lm_eval_word_perplexity, metrics
 from eval_kernel.plan import Manifest
 from eval_kernel.precision import section as precision
 from eval_kernel.precision.policy import PrecisionSpec
+from eval_kernel.precision.temperature import reliability
 from eval_kernel.report_text import render_text
 from eval_kernel.spec import JobSpec
 from eval_kernel.tally import Tally
@@ -125,6 +126,7 @@ def build_report(
         "coverage": _coverage(manifest, tally),
         "statistics": _statistics(manifest, tally),
         "precision": precision.section(manifest, used, converted=_is_gguf(spec)),
+        "calibration": reliability(tally.extra, tally.tokens - tally.nonfinite),
         "numerics": _numerics(spec, manifest, tally, accounting, work),
         "accounting": {**asdict(accounting), "divergent": [dict(d) for d in accounting.divergent]},
         "nodes": [_node(w) for w in work],

@@ -19,6 +19,7 @@ def render_text(report: dict[str, Any]) -> str:
     lines += _section("Totals", _totals(report))
     lines += _section("Accounting", _accounting(report["accounting"]))
     lines += _nodes(report)
+    lines += _calibration(report["calibration"])
     lines += _precision(report["precision"])
     numerics = report["numerics"]
     lines += _section(
@@ -144,6 +145,19 @@ def _nodes(report: dict[str, Any]) -> list[str]:
         rows.append((n["node"], str(n["shards"]), f"{n['input_tokens']:,}", rate, n["device"], n["dtype"]))
     wall = report["timing"]["wall_seconds"]
     return ["", f"Nodes ({wall:.1f} s in all)", *("  " + line for line in table(rows, right=(1, 2, 3)))]
+
+
+def _calibration(part: dict[str, Any] | None) -> list[str]:
+    """The temperature fit and the calibration error, beside the plain metrics."""
+    if part is None:
+        return []
+    rows = [
+        ("best temperature", f"{part['temperature']:.4f} (perplexity there {number(part['perplexity'])})"),
+        ("calibration error", f"{part['ece']:.4f} (ECE, {len(part['bins'])} bins)"),
+        ("top-1 accuracy", f"{part['accuracy']:.4f}"),
+        ("note", part["text"]),
+    ]
+    return _section("Calibration", rows)
 
 
 def _precision(part: dict[str, Any] | None) -> list[str]:

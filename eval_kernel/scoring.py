@@ -19,6 +19,7 @@ import torch
 from eval_kernel import lanes
 from eval_kernel.gridsum import STEPS_PER_NAT
 from eval_kernel.model import Model
+from eval_kernel.precision import confidence
 
 #: Positions whose logits exist at one time: 256 x 49,152 float32 are 50 MB.
 CHUNK = 256
@@ -43,6 +44,15 @@ class Losses:
     nan: npt.NDArray[np.bool_]
 
 
+class Extra(dict[str, int]):
+    """Further sums over all scored tokens, for metrics that need more than losses."""
+
+    def take(self, sums: dict[str, int]) -> None:
+        """Add what some tokens yield."""
+        for name, value in sums.items():
+            self[name] = self.get(name, 0) + value
+
+
 def batches(rows: list[Row], budget: int) -> Iterator[list[int]]:
     """Yield the rows' indices batch by batch: equal input and target lengths, at most ``budget`` tokens (or one row).
 
@@ -57,13 +67,17 @@ def batches(rows: list[Row], budget: int) -> Iterator[list[int]]:
             yield members[start : start + size]
 
 
-def score(model: Model, rows: list[Row], budget: int, beat: Callable[[], None]) -> list[Losses]:
+def score(
+    model: Model, rows: list[Row], budget: int, beat: Callable[[], None], extra: Extra | None = None
+) -> list[Losses]:
     """Return the losses of each row's targets, in nats on the grid. ``beat`` is called after each batch.
 
+    ``extra`` takes the sums for calibration, if it is given; all rows then go through whole logits.
     loss = logsumexp(logits) - logits[target] over float32 logits, then float64 and one rounding to 2^-30 nat.
     """
     results: list[Losses | None] = [None] * len(rows)
-    alone = sorted((i for i, row in enumerate(rows) if _goes_alone(model, row)), key=lambda i: -len(rows[i].inputs))
+    single = [i for i, row in enumerate(rows) if extra is None and _goes_alone(model, row)]
+    alone = sorted(single, key=lambda i: -len(rows[i].inputs))
     for index, losses in zip(alone, lanes.each(lambda i: _row(model, rows[i]), alone, beat), strict=True):
         results[index] = losses
     others = [i for i, found in enumerate(results) if found is None]
@@ -73,7 +87,7 @@ def score(model: Model, rows: list[Row], budget: int, beat: Callable[[], None]) 
         ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64)).to(model.device)
         targets = torch.from_numpy(np.stack([rows[i].targets for i in members]).astype(np.int64)).to(model.device)
         with torch.inference_mode():
-            losses = _losses(model, ids, targets)
+            losses = _losses(model, ids, targets, extra)
         steps, finite, nan = _on_grid(losses)
         for k, index in enumerate(members):
             results[index] = Losses(steps[k], finite[k], nan[k])
@@ -106,11 +120,12 @@ def _repeated(inputs: npt.NDArray[np.int32], least: int) -> npt.NDArray[np.int32
     return inputs if len(inputs) >= least else np.resize(inputs, (least, inputs.shape[1]))
 
 
-def _losses(model: Model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _losses(model: Model, ids: torch.Tensor, targets: torch.Tensor, extra: Extra | None) -> torch.Tensor:
     """Losses [rows, scored] in float32; ``ids`` may have more rows than ``targets``."""
     rows, scored = targets.shape
     if not model.split:
-        return torch.cat([_loss(model.whole(ids[r : r + 1], scored)[0], targets[r]).unsqueeze(0) for r in range(rows)])
+        found = [_loss(model.whole(ids[r : r + 1], scored)[0], targets[r], extra) for r in range(rows)]
+        return torch.stack(found)
     states = model.hidden(ids)[:rows, -scored:].flatten(0, 1)
     # Even chunks of positions: none is small unless all are few.
     positions = rows * scored
@@ -120,14 +135,18 @@ def _losses(model: Model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Ten
         chunk = slice(positions * c // count, positions * (c + 1) // count)
         part, wanted = states[chunk], targets.flatten()[chunk]
         few = -(-MIN_ROWS // len(part))
-        losses.append(_loss(model.logits(part.repeat(few, 1))[: len(part)], wanted))
+        losses.append(_loss(model.logits(part.repeat(few, 1))[: len(part)], wanted, extra))
     return torch.cat(losses).reshape(rows, scored)
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _loss(logits: torch.Tensor, targets: torch.Tensor, extra: Extra | None) -> torch.Tensor:
     """``logsumexp - gather`` in float32: within 2e-9 of float64; ``F.cross_entropy`` is 3e-6 low on large vocabularies.
 
     No loss is below zero; where the difference rounds to less, it is zero. NaN stays NaN.
     """
+    if extra is not None:
+        losses, sums = confidence.sums(logits, targets)
+        extra.take(sums)
+        return losses
     logits = logits.float()
     return (torch.logsumexp(logits, -1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).clamp_min(0.0)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from eval_kernel.partial import NonFinite, Partial, RowSums
 
@@ -38,6 +39,7 @@ class Tally:
         self.bytes = 0
         self.words = 0
         self.nonfinite = 0  #: tokens whose loss was NaN or infinite; in no sum
+        self.extra: dict[str, int] = {}  #: further sums that the job asked for
         self.places: list[NonFinite] = []  #: where, in order of document and token; the first ones only
         self._shards: set[int] = set()
         # Keys: (0, document) for a document, (1, shard) for a lump.
@@ -89,6 +91,8 @@ class Tally:
         self.bytes += partial.bytes
         self.words += partial.words
         self.nonfinite += partial.nonfinite
+        for name, value in partial.extra:
+            self.extra[name] = self.extra.get(name, 0) + value
         # The smallest of a union do not depend on the order of the unions, the first that arrived would.
         places = sorted([*self.places, *partial.places], key=lambda p: (p.document, p.token, p.value))
         self.places = places[:MAX_TALLY_PLACES]
@@ -105,7 +109,7 @@ class Tally:
 
     def digest(self) -> str:
         """Return ``sha256:<hex>`` over totals, places and clusters: equal digests, bit-identical results."""
-        content = {
+        content: dict[str, Any] = {
             "totals": [self.steps, self.tokens, self.bytes, self.words, self.nonfinite],
             "spoiled": sorted(self._spoiled),
             "places": [[p.document, p.token, p.value] for p in self.places],
@@ -113,6 +117,8 @@ class Tally:
                 [*key, c.steps, c.tokens, c.bytes, c.words, c.documents] for key, c in sorted(self._clusters.items())
             ],
         }
+        if self.extra:
+            content["extra"] = self.extra
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from eval_kernel.gridsum import GRID_BITS, MAX_SHARD_TOKENS
 from eval_kernel.partial import MAX_PLACES, Execution, Partial, RowSums, ScoredShard
 from eval_kernel.plan import MAX_COUNT, Manifest, Plan, ShardPlan
+from eval_kernel.precision import temperature
 
 #: Sums below this many steps are exact in float64, in any order (2^23 nats).
 MAX_STEPS = 1 << 53
@@ -32,6 +33,7 @@ def contradiction(plan: ShardPlan, scored: ScoredShard) -> str | None:
         if total != added:
             return f"shard {plan.index}: {name} is {total}, its rows add up to {added}"
     problem = _steps(partial) or _rows(plan, partial.rows) or _nonfinite(plan, partial)
+    problem = problem or temperature.problem(dict(partial.extra), partial.tokens - partial.nonfinite)
     problem = problem or _execution(scored.execution)
     return None if problem is None else f"shard {plan.index}: {problem}"
 

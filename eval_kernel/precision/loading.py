@@ -147,7 +147,8 @@ def used(module: Any, plan: PrecisionPlan, refused: dict[str, str]) -> dict[str,
             held = str(layer.get_parameter(t.name.rpartition(".")[2]).dtype).removeprefix("torch.")
             how = held if held == plan.compute else f"{held} weights, {_wider(held, plan.compute)} products"
         counts.setdefault(t.role, Counter())[how] += 1
-    return {role: "; ".join(f"{n} x {how}" for how, n in sorted(found.items())) for role, found in counts.items()}
+    # What a node tells of itself is bounded where it is received.
+    return {role: "; ".join(f"{n} x {how}" for how, n in sorted(found.items()))[:400] for role, found in counts.items()}
 
 
 def _wider(a: str, b: str) -> str:

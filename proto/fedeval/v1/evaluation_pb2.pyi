@@ -105,6 +105,26 @@ class Partial(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ExtraEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SHARD_FIELD_NUMBER: _builtins.int
     NLL_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -113,6 +133,7 @@ class Partial(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     NONFINITE_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
+    EXTRA_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     nll: _builtins.float
     """nats, over the tokens whose loss was finite"""
@@ -126,6 +147,12 @@ class Partial(_message.Message):
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___NonFinite]:
         """the first few of them"""
 
+    @_builtins.property
+    def extra(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Further sums that the job asked for, by name: counts, and losses or confidences in steps of 2^-30. Either all that
+        the job's metrics need or none.
+        """
+
     def __init__(
         self,
         *,
@@ -137,10 +164,11 @@ class Partial(_message.Message):
         rows: _abc.Iterable[Global___RowSums] | None = ...,
         nonfinite: _builtins.int = ...,
         places: _abc.Iterable[Global___NonFinite] | None = ...,
+        extra: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "nll", b"nll", "nonfinite", b"nonfinite", "places", b"places", "rows", b"rows", "shard", b"shard", "tokens", b"tokens", "words", b"words"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "extra", b"extra", "nll", b"nll", "nonfinite", b"nonfinite", "places", b"places", "rows", b"rows", "shard", b"shard", "tokens", b"tokens", "words", b"words"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

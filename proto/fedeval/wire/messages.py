@@ -35,6 +35,7 @@ def partial_to_message(partial: Partial) -> evaluation_pb2.Partial:
         ],
         nonfinite=partial.nonfinite,
         places=[evaluation_pb2.NonFinite(document=p.document, token=p.token, value=p.value) for p in partial.places],
+        extra=dict(partial.extra),
     )
 
 
@@ -64,6 +65,7 @@ def partial_from_message(message: evaluation_pb2.Partial) -> Partial:
             ),
             nonfinite=message.nonfinite,
             places=tuple(NonFinite(p.document, p.token, p.value) for p in message.places),
+            extra=tuple(sorted(message.extra.items())),
         )
     except ValueError as error:
         raise PartialRefused(f"shard {message.shard}: {error}") from None
