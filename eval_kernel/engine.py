@@ -5,11 +5,9 @@ It holds at most one model at a time. It knows nothing of leases, networks or ot
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +28,13 @@ from eval_kernel.errors import (
     SpecError,
     reason,
 )
+from eval_kernel.execution import device_name, execution, software
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
-from eval_kernel.partial import MAX_PLACES, Execution, NonFinite, Partial, RowSums, ScoredShard
+from eval_kernel.partial import MAX_PLACES, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import Manifest, Plan, ShardPlan
-from eval_kernel.precision import calibration, loading, section, skeleton
+from eval_kernel.precision import calibration, cells, loading, section, skeleton
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
-from eval_kernel.precision.policy import as_spec, label_of
+from eval_kernel.precision.policy import MeasureSpec, as_spec, label_of
 from eval_kernel.quiet import quiet
 from eval_kernel.roots import Roots
 from eval_kernel.spec import JobSpec
@@ -95,14 +94,17 @@ class Engine:
             except (RuntimeError, PrecisionUnsupported):
                 continue  # that it does not work here is the finding
         return {
-            "device": _device_name(self.device),
+            "device": device_name(self.device),
             "dtypes": works,
             "threads": torch.get_num_threads(),
-            "software": _software(),
+            "software": software(),
         }
 
     def plan(self, spec: JobSpec, note: Note) -> Plan:
         """Index a job: its manifest and its shards. Raises the errors of the job's ingredients."""
+        if (measure := as_spec(spec.precision).measure) is not None:
+            prepared = cells.prepare(spec, measure, self.config.roots, self.config.cache, note)
+            return cells.plan(prepared, measure, spec.batch.tokens)
         inputs = self._prepare(spec, note)
         note("cutting windows and shards")
         shards = tuple(inputs.layout.shards(spec.shard.tokens))
@@ -123,16 +125,12 @@ class Engine:
         )
         return Plan(manifest, shards)
 
-    def open(self, spec: JobSpec, manifest: Manifest, note: Note) -> Evaluation:
+    def open(self, spec: JobSpec, manifest: Manifest, note: Note) -> Evaluation | cells.Measuring:
         """Get ready to score a planned job. Raises ``DataChanged`` when this node's ingredients are not the plan's."""
+        if (measure := as_spec(spec.precision).measure) is not None:
+            return self._measuring(spec, measure, manifest, note)
         inputs = self._prepare(spec, note)
-        for name, value in inputs.manifest_facts.items():
-            planned = getattr(manifest, name)
-            if planned != value:
-                raise DataChanged(
-                    f"{name} is {value} on this node, the job was planned with {planned}; "
-                    "make the files equal everywhere"
-                )
+        _check_unchanged(inputs.manifest_facts, manifest)
         precision = PrecisionPlan.from_canonical(manifest.precision_plan)
         model.check_precision(precision.compute, self.device)
         key = (manifest.weights_digest, precision.digest, precision.kernels)
@@ -153,6 +151,16 @@ class Engine:
             used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
             self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where), used)
         return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], self.config, spec)
+
+    def _measuring(self, spec: JobSpec, measure: MeasureSpec, manifest: Manifest, note: Note) -> cells.Measuring:
+        """Get ready to measure sensitivities."""
+        prepared = cells.prepare(spec, measure, self.config.roots, self.config.cache, note)
+        _check_unchanged(cells.plan(prepared, measure, spec.batch.tokens).manifest.to_json(), manifest)
+        model.check_precision(prepared.plain.compute, self.device)
+        self._loaded = None  # a second model would not fit beside it
+        return cells.Measuring(
+            prepared, measure, cells.meter(prepared, self.device, self.config.cache, note), self.device
+        )
 
     def evaluated(self, spec: JobSpec, note: Note) -> list[npt.NDArray[np.int32]]:
         """Return the tokens that a job scores, run by run. Raises the errors of the job's ingredients."""
@@ -291,7 +299,9 @@ class Evaluation:
             partial = replace(partial, extra=tuple(sorted(extra.items())))
         if (partial.tokens, partial.bytes, partial.words) != (shard.tokens, shard.bytes, shard.words):
             self._drop_corpus(shard)
-        return ScoredShard(partial, self._execution(time.perf_counter() - started))
+        seconds = time.perf_counter() - started
+        ready = self._model
+        return ScoredShard(partial, execution(ready.device, ready.dtype, seconds, ready.kernel, self._used))
 
     def close(self) -> None:
         """End the evaluation. The corpus is unmapped with this object; the engine keeps the model for the next job."""
@@ -361,15 +371,15 @@ class Evaluation:
             places=tuple(places),
         )
 
-    def _execution(self, seconds: float) -> Execution:
-        device = self._model.device
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        dtype = str(self._model.dtype).removeprefix("torch.")
-        software = {**_software(), "kernel": self._model.kernel}
-        return Execution(seconds, _device_name(device), dtype, torch.get_num_threads(), peak, software, self._used)
+
+def _check_unchanged(here: dict[str, Any], manifest: Manifest) -> None:
+    """Raise ``DataChanged`` where this node's ingredients are not those of the plan."""
+    for name, value in here.items():
+        planned = getattr(manifest, name)
+        if planned != value:
+            raise DataChanged(
+                f"{name} is {value} on this node, the job was planned with {planned}; make the files equal everywhere"
+            )
 
 
 def _resolve_bos(spec: JobSpec, tok: tokenizer.Tokenizer) -> tuple[Bos, int | None, str]:
@@ -394,11 +404,3 @@ def _resolve_bos(spec: JobSpec, tok: tokenizer.Tokenizer) -> tuple[Bos, int | No
     if rule is Bos.NONE:
         return rule, None, "none"
     return rule, token, kind
-
-
-def _device_name(device: torch.device) -> str:
-    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-
-
-def _software() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "transformers", "tokenizers", "fedeval")}

@@ -20,7 +20,9 @@ MAX_NAME = 200
 MAX_TEXT = 1 << 20
 
 #: The values that a manifest's choices may have: those of windows.Policy, windows.Bos and model.DTYPES.
-POLICIES = frozenset({"rolling", "strided", "concat", "half"})
+POLICIES = frozenset({"rolling", "strided", "concat", "half", "sensitivity"})
+#: What stands for a policy in a job that measures sensitivities (``precision.cells``): its documents are cells.
+SENSITIVITY = "sensitivity"
 BOS_RULES = frozenset({"every_window", "first", "none"})
 PREFIX_KINDS = frozenset({"bos", "eos", "none"})
 DTYPES = frozenset({"float32", "bfloat16", "float16"})

@@ -103,6 +103,10 @@ class Tally:
             if partial.nonfinite and (not all_named or row.document is None or row.document in named):
                 self._spoiled.add(_key(partial.shard, row))
 
+    def document(self, index: int) -> Cluster | None:
+        """Return a document's sums so far; None where it has none, or is in a lump."""
+        return self._clusters.get((0, index))
+
     def clusters(self) -> Sequence[Cluster]:
         """Return the clusters: documents in order of their index, then lumps in order of their shard."""
         return [cluster for _, cluster in sorted(self._clusters.items())]

@@ -11,6 +11,7 @@ from eval_kernel.gridsum import GRID_BITS, MAX_SHARD_TOKENS
 from eval_kernel.partial import MAX_PLACES, Execution, Partial, RowSums, ScoredShard
 from eval_kernel.plan import MAX_COUNT, Manifest, Plan, ShardPlan
 from eval_kernel.precision import temperature
+from eval_kernel.precision.groups import CELLS, extra_problem
 
 #: Sums below this many steps are exact in float64, in any order (2^23 nats).
 MAX_STEPS = 1 << 53
@@ -33,7 +34,7 @@ def contradiction(plan: ShardPlan, scored: ScoredShard) -> str | None:
         if total != added:
             return f"shard {plan.index}: {name} is {total}, its rows add up to {added}"
     problem = _steps(partial) or _rows(plan, partial.rows) or _nonfinite(plan, partial)
-    problem = problem or temperature.problem(dict(partial.extra), partial.tokens - partial.nonfinite)
+    problem = problem or _extra(plan, partial)
     problem = problem or _execution(scored.execution)
     return None if problem is None else f"shard {plan.index}: {problem}"
 
@@ -85,6 +86,14 @@ def _nonfinite(plan: ShardPlan, partial: Partial) -> str | None:
         if not plan.first_document <= place.document < plan.end_document:
             return f"a non-finite loss in document {place.document} is outside the shard"
     return None
+
+
+def _extra(plan: ShardPlan, partial: Partial) -> str | None:
+    """Further sums, by what they are for; a job that asked for none has none."""
+    sums = dict(partial.extra)
+    if plan.digest.startswith(CELLS):
+        return extra_problem(sums, plan.first_document, plan.end_document)
+    return temperature.problem(sums, partial.tokens - partial.nonfinite)
 
 
 def _execution(execution: Execution) -> str | None:

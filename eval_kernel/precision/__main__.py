@@ -6,17 +6,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import yaml
+from pydantic import ValidationError
 
 from eval_kernel.errors import CallError, FedevalError
-from eval_kernel.precision.formats import suggestion
-from eval_kernel.precision.policy import as_spec
+from eval_kernel.precision.formats import FORMATS, suggestion
+from eval_kernel.precision.policy import MeasureSpec, as_spec
 from eval_kernel.spec import load_spec
-
-#: Budgets of the table of trade-offs, as shares of the checkpoint.
-SHARES = (0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,14 +55,9 @@ def _plan(options: argparse.Namespace) -> int:
         raise CallError("give one of --budget and --max-ppl-increase, or the same under precision in the job")
     from eval_kernel.__main__ import default_cache
     from eval_kernel.engine import Engine, EngineConfig
-    from eval_kernel.precision import choose, planner
-    from eval_kernel.precision.formats import FORMATS
+    from eval_kernel.precision import planner, proof
 
-    formats = planner.FORMATS_TRIED if options.formats is None else tuple(options.formats.split(","))
-    for name in formats:
-        if name not in FORMATS:
-            raise CallError(f"--formats: no format {name!r}; {suggestion(name, list(FORMATS))}")
-    request = planner.Request(budget, limit, formats, options.rows, options.context, options.proof)
+    request = planner.Request(measure_of(options), budget, limit, options.proof)
     engine = Engine(EngineConfig(options.cache or default_cache(), None, options.device, options.threads))
     started = time.monotonic()
 
@@ -75,41 +66,27 @@ def _plan(options: argparse.Namespace) -> int:
             print(f"[{time.monotonic() - started:6.1f} s] {text}", file=sys.stderr, flush=True)
 
     work = planner.Planner(spec, request, engine, note)
-    sensitivity = work.sensitivity(options.sensitivity)
-    planned = work.plan(sensitivity)
-    table = planned.table
-    print(f"{'plan':44s} {'bytes':>13s} {'of checkpoint':>13s} {'predicted':>10s} {'gap':>7s}")
-    for row in choose.tradeoffs(table, SHARES):
-        gap = "" if row["gap"] is None else f"{row['gap']:.2%}"
-        print(
-            f"{row['plan']:44s} {row['bytes']:13,} {row['of_checkpoint']:13.1%} "
-            f"{row['predicted_change']:+10.3%} {gap:>7s}"
-        )
-    mapping = work.mapping(planned.chosen)
-    text = _text(mapping, planned, table, sensitivity.weights_digest)
-    print("\n" + text, end="")
+    table = work.table(work.sensitivity(options.sensitivity))
+    planned = work.plan(table)
+    text = proof.plan_text(planned, table)
+    print(proof.tradeoff_text(table) + "\n" + text, end="")
     if options.out is not None:
         planner.write(options.out, text)
     return 0
 
 
-def _text(mapping: dict[str, Any], planned: Any, table: Any, weights: str) -> str:
-    """The plan as YAML that may stand under ``precision:``, with what is known of it as comments."""
-    chosen, proof = planned.chosen, planned.proof
-    fp32 = sum(w.elements for w in table.outline.weights) * 4
-    lines = [
-        f"# Precision plan for the weights {weights}",
-        f"# {chosen.bytes:,} bytes: {chosen.bytes / table.checkpoint:.1%} of the checkpoint, "
-        f"{chosen.bytes / fp32:.1%} of float32, {chosen.bytes / (fp32 / 2):.1%} of bfloat16",
-        f"# predicted {chosen.predicted:+.6f} nats per token, at most {chosen.gap:.2%} from the best possible",
-    ]
-    if proof is not None:
-        interval = "" if proof.low is None else f" [{proof.low:+.6f}, {proof.high:+.6f}]"
-        lines.append(
-            f"# measured on {proof.clusters} windows kept apart: {proof.delta:+.6f}{interval} nats per token, "
-            f"perplexity {proof.reference_perplexity:.4f} -> {proof.perplexity:.4f} ({proof.change:+.3%})"
-        )
-    return "\n".join(lines) + "\n" + yaml.safe_dump(mapping, sort_keys=False, width=110)
+def measure_of(options: argparse.Namespace) -> MeasureSpec:
+    """What to measure, from the options. Raises ``CallError``."""
+    chosen = {} if options.formats is None else {"formats": tuple(options.formats.split(","))}
+    for name in chosen.get("formats", ()):
+        if name not in FORMATS:
+            raise CallError(f"--formats: no format {name!r}; {suggestion(name, list(FORMATS))}")
+    try:
+        return MeasureSpec.model_validate({**chosen, "rows": options.rows, "context": options.context})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"--{part} " for part in first["loc"][:1])
+        raise CallError(f"{where or '--'}{first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _share(text: str | None, option: str) -> float | None:

@@ -101,14 +101,14 @@ class Walk:
         self._layers = decoder_layers(module)[1]
         with torch.inference_mode():
             self._states, self._calls = _entrance(module, self._layers, ids)
-        self._at = 0
+        self.at = 0  #: the layer whose entrance the states have reached
 
     def advance(self, number: int) -> None:
         """Go on to the entrance of a layer, through those before it as they are now."""
         with torch.inference_mode():
-            while self._at < number:
+            while self.at < number:
                 self._states = [self._run(x) for x in self._states]
-                self._at += 1
+                self.at += 1
 
     def moments(self, number: int, targets: list[tuple[str, Any]]) -> dict[str, torch.Tensor]:
         """Second moments of the inputs of some of a layer's modules, by the name given. Layers must come in order.
@@ -148,8 +148,8 @@ class Walk:
         return {name: sums[leaders[name]] for name, _ in targets}
 
     def _run(self, states: torch.Tensor) -> torch.Tensor:
-        args, kwargs = self._calls[self._at]
-        out = self._layers[self._at](states, *args, **kwargs)
+        args, kwargs = self._calls[self.at]
+        out = self._layers[self.at](states, *args, **kwargs)
         found: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from eval_kernel.errors import SpecError
 from eval_kernel.precision.allocate import Option, Solution, solve
-from eval_kernel.precision.formats import DTYPE_BYTES
+from eval_kernel.precision.formats import DTYPE_BYTES, FORMATS
 from eval_kernel.precision.groups import Group, Sensitivity, choice_of, policy_of, predicted
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
 from eval_kernel.precision.policy import AUTO, BRIEF, PrecisionSpec, as_spec
@@ -53,11 +53,8 @@ class Table:
             self.costs.append([cost for _, _, cost in fitting])
         if not any(len(names) > 1 for names in self.names):
             raise SpecError("no group has a measured format besides the base; measure again with formats that fit")
-        inside = {w.name for group in groups for w in group.weights}
-        rest = [w for w in outline.weights if w.name not in inside]
-        self.fixed = sum(w.elements for w in rest) * _bytes(self.base)
-        own = DTYPE_BYTES.get(outline.dtype, 4)
-        self.checkpoint = sum(w.elements for w in outline.weights) * own
+        self.fixed = fixed_bytes(groups, outline, self.base)
+        self.checkpoint = checkpoint_bytes(outline)
 
     def within(self, budget: int) -> Chosen | None:
         """The least predicted change in at most ``budget`` bytes; None where nothing is that small."""
@@ -136,8 +133,21 @@ def _formats(plan: PrecisionPlan) -> dict[str, str]:
     return {t.name: t.format for t in plan.tensors}
 
 
-def _bytes(name: str) -> int:
-    return {"fp32": 4, "bf16": 2, "fp16": 2}[name]
+def fixed_bytes(groups: Sequence[Group], outline: Outline, base: str) -> int:
+    """Bytes of what no group holds: norms, biases, and parameters that stay as they are."""
+    inside = {w.name for group in groups for w in group.weights}
+    return sum(w.elements for w in outline.weights if w.name not in inside) * FORMATS[base].bits // 8
+
+
+def checkpoint_bytes(outline: Outline) -> int:
+    """Bytes of all weights in the checkpoint's own dtype."""
+    return sum(w.elements for w in outline.weights) * DTYPE_BYTES.get(outline.dtype, 4)
+
+
+def smallest_bytes(groups: Sequence[Group], outline: Outline, formats: Sequence[str], base: str) -> int:
+    """The fewest bytes that any choice among the formats comes to."""
+    options = [[size for name in (base, *formats) if (size := g.bytes_in(name)) is not None] for g in groups]
+    return fixed_bytes(groups, outline, base) + sum(min(sizes) for sizes in options)
 
 
 def tradeoffs(table: Table, shares: Sequence[float]) -> list[dict[str, Any]]:

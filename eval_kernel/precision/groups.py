@@ -20,6 +20,8 @@ from eval_kernel.precision.plan import Outline, Weight, patterns
 from eval_kernel.precision.policy import PrecisionSpec
 
 SCHEMA = "fedeval.sensitivity/1"
+#: Begins the digest of a shard whose documents are cells.
+CELLS = "cells:"
 #: Last words of modules that carry a block's result back to the stream.
 _OUT = {"o_proj", "out_proj", "dense", "c_proj", "wo", "o"}
 _DOWN = {"down_proj", "c_proj", "fc2", "w2", "dense_4h_to_h", "fc_out", "proj_down", "wo"}
@@ -105,6 +107,27 @@ class Sensitivity:
         """Return this with one more cell."""
         cells = {**self.cells, group: {**self.cells.get(group, {}), name: cell}}
         return Sensitivity(self.weights_digest, self.calibration, self.base, self.quantiser, cells)
+
+
+def cells_of(groups: Sequence[Group], formats: Sequence[str], base: str) -> list[tuple[Group, str]]:
+    """Return what is measured, in order: every group with every format that fits it, the base left out."""
+    return [(g, name) for g in groups for name in formats if name != base and g.bytes_in(name) is not None]
+
+
+def extra_names(cell: int) -> tuple[str, str]:
+    """Names under which a partial has a cell's change of loss (signed, in grid steps) and its agreements."""
+    return f"cell_{cell:06d}_nll", f"cell_{cell:06d}_same"
+
+
+def extra_problem(sums: Mapping[str, int], first: int, end: int) -> str | None:
+    """Return what is wrong with the further sums of cells ``first`` to ``end - 1``; None where nothing is."""
+    expected = {name for cell in range(first, end) for name in extra_names(cell)}
+    if set(sums) != expected:
+        odd = sorted(set(sums) ^ expected)[0]
+        return f"its sums for sensitivities lack or add {odd!r}"
+    if any(abs(value) >= 1 << 63 for value in sums.values()):
+        return "a sum for sensitivities is beyond 2^63"
+    return None
 
 
 def read_sensitivity(path: Path) -> Sensitivity:

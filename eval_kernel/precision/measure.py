@@ -29,12 +29,13 @@ class Meter:
     def __init__(self, module: Any, rows: torch.Tensor, quantiser: str, calibration: torch.Tensor | None) -> None:
         """Run the rows [rows, length] once. The module is changed during a measurement, and changed back.
 
-        ``calibration``: rows for the quantiser gptq, other ones than those that are measured. Groups must then come in
-        order of their layers.
+        ``calibration``: rows for the quantiser gptq, other ones than those that are measured. It costs least when
+        groups then come in order of their layers.
         """
         self._module, self._rows, self._quantiser = module, rows, quantiser
         self._prefix, self._layers = calibrated.decoder_layers(module)
-        self._walk = None if calibration is None else calibrated.Walk(module, calibration)
+        self._calibration = calibration
+        self._walk: calibrated.Walk | None = None
         self._outputs: list[list[Any]] = []  # by row, by layer
         self._reference: list[torch.Tensor] = []  # log-probabilities by row
         self._moments: tuple[int, dict[str, torch.Tensor]] | None = None
@@ -122,7 +123,9 @@ class Meter:
     def _inputs(self, layer: int) -> dict[str, torch.Tensor]:
         """Second moments of the inputs of one layer's linear modules, in the unchanged model."""
         if self._moments is None or self._moments[0] != layer:
-            assert self._walk is not None, "the quantiser gptq needs calibration rows"
+            assert self._calibration is not None, "the quantiser gptq needs calibration rows"
+            if self._walk is None or self._walk.at > layer:
+                self._walk = calibrated.Walk(self._module, self._calibration)
             prefix = f"{self._prefix}.{layer}"
             targets = [
                 (f"{prefix}.{name}.weight", part)

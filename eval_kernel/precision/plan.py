@@ -101,6 +101,7 @@ class PrecisionPlan:
     calibration: str = ""
     calibration_overlaps: bool = False
     kernels: str = "auto"
+    head: str = ""  # module of the output layer, whose weights may be the embedding's
 
     @property
     def digest(self) -> str:
@@ -120,6 +121,11 @@ class PrecisionPlan:
     def quantised(self) -> bool:
         """Whether any weight has scales."""
         return any(t.quantised for t in self.tensors)
+
+    @property
+    def label_format(self) -> str:
+        """The format of the compute dtype."""
+        return SHORT_NAMES[self.compute]
 
     @property
     def uniform(self) -> bool:
@@ -184,6 +190,7 @@ def resolve(spec: PrecisionSpec, outline: Outline, label: str = "") -> Precision
         tied=outline.tied and not untied,
         untied=untied,
         kernels=spec.kernels,
+        head=outline.head,
     )
 
 
@@ -275,6 +282,15 @@ def _refuse_idle_groups(tensors: list[TensorPlan], wanted: dict[str, tuple[str, 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
+
+
+def outline_of(plan: PrecisionPlan) -> Outline:
+    """Return the outline that a plan was made of, as far as names, roles and shapes go."""
+    tensors = [t for t in plan.tensors if not (plan.untied and t.role == "head")]
+    weights = tuple(Weight(t.name, t.module, t.role, t.kind, t.rows, t.columns) for t in tensors)
+    named = {t.role: t.module for t in plan.tensors if t.role in ("embedding", "head")}
+    tied = plan.tied or plan.untied
+    return Outline(weights, plan.checkpoint_dtype, named.get("embedding", ""), plan.head or named.get("head", ""), tied)
 
 
 # ---------------------------------------------------------------- bytes

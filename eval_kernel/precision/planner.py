@@ -1,62 +1,35 @@
-"""Plans precision by measurement in one process: sensitivities, allocation, and the proof on text kept apart.
-
-``choose`` decides, ``measure`` measures; this runs them on a job, and repeats with more bits until the proof holds.
-"""
+"""Plans precision by measurement in one process. What is measured is ``cells``'s to say; ``proof`` settles the plan."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from eval_kernel import checkpoint, tokenizer
 from eval_kernel.engine import Engine
-from eval_kernel.errors import DirectoryUnusable, PrecisionInfeasible, SpecError
+from eval_kernel.errors import DirectoryUnusable, SpecError
 from eval_kernel.partial import Partial
-from eval_kernel.precision import calibration, loading, skeleton
-from eval_kernel.precision.choose import Chosen, Table
+from eval_kernel.precision import calibration, cells
+from eval_kernel.precision.choose import Table, checkpoint_bytes, smallest_bytes
 from eval_kernel.precision.compare import Comparison, compare
-from eval_kernel.precision.formats import format_of
-from eval_kernel.precision.groups import Group, Sensitivity, base_of, groups_of, policy_of, read_sensitivity
-from eval_kernel.precision.measure import Meter
-from eval_kernel.precision.plan import Outline, as_mapping, resolve
-from eval_kernel.precision.policy import CalibrationSpec, PrecisionSpec, as_spec
+from eval_kernel.precision.groups import Sensitivity, cells_of, read_sensitivity
+from eval_kernel.precision.policy import MeasureSpec, as_spec
+from eval_kernel.precision.proof import Planned, Settling, check_budget, settle
 from eval_kernel.spec import JobSpec
 
 Note = Callable[[str], None]
 
-#: Formats that are tried where the user names none.
-FORMATS_TRIED = ("bf16", "int8", "int4-g64")
-#: Times that the limit is tightened before a plan is called infeasible.
-ROUNDS = 5
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to plan: one of the two limits, the formats to choose from, and how much to measure and to prove on."""
+    """What to plan: one of the two limits, what to measure, and how many of the job's windows to prove the plan on."""
 
+    measure: MeasureSpec
     budget: float | None = None  # share of the checkpoint's bytes
     max_ppl_increase: float | None = None
-    formats: tuple[str, ...] = FORMATS_TRIED
-    rows: int = 4  # rows that sensitivities are measured on ...
-    context: int = 256  # ... and their tokens
-    proof_windows: int = 20  # windows of the job's data that the plan is proved on
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan that was proved, or (``proof`` None) only predicted."""
-
-    chosen: Chosen
-    proof: Comparison | None
-    rounds: int
-    table: Table
+    proof_windows: int = 20
 
 
 class Planner:
@@ -65,163 +38,83 @@ class Planner:
     def __init__(self, spec: JobSpec, request: Request, engine: Engine, note: Note) -> None:
         """Find the model and the text to measure on. Raises the errors of the job's ingredients, and ``SpecError``."""
         self._spec, self._request, self._engine, self._note = spec, request, engine, note
-        self._policy = as_spec(spec.precision)
-        cache, roots = engine.config.cache, engine.config.roots
-        self._found = checkpoint.find(spec.model, roots, cache, note)
-        self._digest = checkpoint.weights_digest(self._found, cache)
-        self.outline: Outline = skeleton.build(self._found, torch.float32).outline
-        self.groups: list[Group] = groups_of(self.outline)
-        self.base = base_of(self.outline, self._policy.compute)
-        for name in request.formats:
-            if format_of(name).dynamic:
-                raise SpecError(
-                    f"{name} rounds activations, which is not planned for; choose among weight-only formats"
-                )
-        self.quantiser = "gptq" if self._policy.calibration is not None else self._policy.quantiser
-        tok = tokenizer.load(self._found.tokenizer)
-        proof = engine.evaluated(self._job(self.base), note)
-        source = self._policy.calibration or CalibrationSpec(source=spec.dataset.source, skip=0.5)
-        measured = CalibrationSpec.model_validate(
-            {**source.model_dump(), "windows": request.rows, "context": request.context, "skip": _later(source.skip)}
-        )
-        self._rows = calibration.load(measured, tok, roots, cache, note)
-        calibration.check(self._rows, proof, source.allow_overlap)
-        self._calibration = None
-        if self._policy.calibration is not None:
-            self._calibration = calibration.load(source, tok, roots, cache, note)
-            calibration.check(self._calibration, proof, source.allow_overlap)
+        self._prepared = cells.prepare(spec, request.measure, engine.config.roots, engine.config.cache, note)
+        p = self._prepared
+        if request.budget is not None:
+            # Before anything is measured for nothing.
+            smallest = smallest_bytes(p.groups, p.outline, request.measure.formats, p.base)
+            check_budget(request.budget, smallest, checkpoint_bytes(p.outline))
+        self._source = as_spec(spec.precision).calibration
+        allowed = self._source is not None and self._source.allow_overlap
+        proof = engine.evaluated(proof_job(spec, self._prepared.base, request.proof_windows), note)
+        for text in filter(None, (self._prepared.rows, self._prepared.calibration)):
+            calibration.check(text, proof, allowed)
+        self._kept: list[Partial] | None = None
 
     def sensitivity(self, path: Path | None) -> Sensitivity:
         """Measure what is missing in the file (or everything), writing it after each group. Raises ``SpecError``."""
-        found = Sensitivity(self._digest, self._rows.digest, self.base, self.quantiser)
+        p = self._prepared
+        found = Sensitivity(p.weights_digest, p.text_digest, p.base, p.quantiser)
         if path is not None and path.exists():
-            stored = read_sensitivity(path)
-            for key in ("weights_digest", "calibration", "base", "quantiser"):
-                if getattr(stored, key) != getattr(found, key):
-                    raise SpecError(
-                        f"{path}: its {key} is {getattr(stored, key)}, this job's is {getattr(found, key)}; "
-                        "name another file"
-                    )
-            found = stored
-        todo = [(g, self._missing(found, g)) for g in self.groups]
-        if any(names for _, names in todo):
-            meter = self._meter()
-            for number, (group, names) in enumerate(todo):
-                self._note(f"measuring {group.name} ({number + 1} of {len(todo)})")
-                for name in names:
-                    found = found.with_cell(group.name, name, meter.measure(group, name))
-                if names and path is not None:
-                    write(path, json.dumps(found.to_json(), indent=0) + "\n")
+            found = agreeing(read_sensitivity(path), found, path)
+        todo = [
+            (group, name)
+            for group, name in cells_of(p.groups, self._request.measure.formats, p.base)
+            if name not in found.cells.get(group.name, {})
+        ]
+        if not todo:
+            return found
+        meter = cells.meter(p, self._engine.device, self._engine.config.cache, self._note)
+        for number, (group, name) in enumerate(todo):
+            self._note(f"measuring {group.name} in {name} ({number + 1} of {len(todo)})")
+            found = found.with_cell(group.name, name, meter.measure(group, name))
+            if path is not None and (number + 1 == len(todo) or todo[number + 1][0] is not group):
+                write(path, json.dumps(found.to_json(), indent=0) + "\n")
         return found
 
-    def plan(self, sensitivity: Sensitivity) -> Planned:
+    def table(self, sensitivity: Sensitivity) -> Table:
+        """Return what there is to choose from. Raises ``SpecError``."""
+        return Table(self._prepared.groups, self._prepared.outline, sensitivity)
+
+    def plan(self, table: Table) -> Planned:
         """Allocate, prove, and tighten until the proof holds. Raises ``PrecisionInfeasible``."""
-        table = Table(self.groups, self.outline, sensitivity)
-        limit = self._request.max_ppl_increase
-        if limit is None:
-            share = self._request.budget
-            assert share is not None
-            chosen = table.within(int(table.checkpoint * share))
-            if chosen is None:
-                raise PrecisionInfeasible(
-                    f"a budget of {share:.1%} is {int(table.checkpoint * share):,} bytes, but the smallest plan with "
-                    f"{', '.join(self._request.formats)} has {table.smallest:,} "
-                    f"({table.smallest / table.checkpoint:.1%}); raise the budget or allow smaller formats"
-                )
-            return Planned(chosen, self._prove(chosen), 1, table)
-        nats = math.log1p(limit)
-        for number in range(ROUNDS):
-            chosen = table.least_bytes(nats)
-            assert chosen is not None  # everything at the base changes nothing
-            proof = self._prove(chosen)
-            worst = proof.change if proof.change_high is None else proof.change_high
-            self._note(
-                f"round {number + 1}: {chosen.bytes / table.checkpoint:.1%} of the checkpoint, predicted "
-                f"{math.expm1(chosen.predicted):+.3%}, measured {_interval(proof)}"
-            )
-            if worst <= limit:
-                return Planned(chosen, proof, number + 1, table)
-            # The share of the limit that was used up beyond it, with a little to spare, is taken off the next one.
-            nats *= min(0.8, math.log1p(limit) / max(math.log1p(worst), 1e-9))
-        raise PrecisionInfeasible(
-            f"no plan was shown to stay within {limit:.2%}: after {ROUNDS} rounds the last measured "
-            f"{_interval(proof)}; allow more, give more proof windows, or add wider formats"
-        )
+        settling = Settling(table, self._request.budget, self._request.max_ppl_increase, self._source)
+        return settle(settling, self.measured, self._note)
 
-    def mapping(self, chosen: Chosen) -> dict[str, Any]:
-        """What to write under ``precision:`` for a chosen plan."""
-        return self._mapping(chosen.policy)
-
-    def _mapping(self, policy: PrecisionSpec) -> dict[str, Any]:
-        made = as_mapping(resolve(policy, self.outline))
-        if "quantiser" in made:
-            made["quantiser"] = self.quantiser
-        if made.get("quantiser") == "gptq" and self._policy.calibration is not None:
-            made["calibration"] = self._policy.calibration.model_dump(mode="json", exclude_defaults=True)
-        return made
-
-    def measured(self, choice: dict[str, str]) -> Comparison:
-        """The paired change of any choice on the proof windows."""
-        policy = policy_of(self.groups, choice, self.base)
-        return compare(self._reference(), self._partials(self._job(self._mapping(policy))), by="shard")
-
-    def _prove(self, chosen: Chosen) -> Comparison:
-        return self.measured(dict(chosen.choice))
-
-    _kept: list[Partial] | None = None
-
-    def _reference(self) -> list[Partial]:
+    def measured(self, mapping: Mapping[str, Any]) -> Comparison:
+        """The paired change of a precision on the proof windows."""
         if self._kept is None:
             self._note("scoring the proof windows with the unchanged model")
-            self._kept = self._partials(self._job(self.base))
-        return self._kept
+            self._kept = self._partials(self._prepared.base)
+        self._note("scoring the proof windows with the plan")
+        return compare(self._kept, self._partials(mapping), by="shard")
 
-    def _partials(self, spec: JobSpec) -> list[Partial]:
+    def _partials(self, precision: Any) -> list[Partial]:
+        spec = proof_job(self._spec, precision, self._request.proof_windows)
         plan = self._engine.plan(spec, self._note)
         evaluation = self._engine.open(spec, plan.manifest, self._note)
         found = [evaluation.score(shard, lambda: None).partial for shard in plan.shards]
         evaluation.close()
         return found
 
-    def _job(self, precision: Any) -> JobSpec:
-        """The job on its proof windows, a window to a shard, in some precision."""
-        windows = self._spec.window.max_windows
-        count = self._request.proof_windows if windows is None else min(windows, self._request.proof_windows)
-        data = self._spec.model_dump(mode="json")
-        data["window"]["max_windows"], data["shard"]["tokens"], data["precision"] = count, 1, precision
-        return JobSpec.model_validate_json(json.dumps(data))
 
-    def _missing(self, found: Sensitivity, group: Group) -> list[str]:
-        have = found.cells.get(group.name, {})
-        return [
-            name
-            for name in self._request.formats
-            if name not in have and name != self.base and group.bytes_in(name) is not None
-        ]
-
-    def _meter(self) -> Meter:
-        self._note("running the unchanged model on the rows to measure on")
-        plain = resolve(PrecisionSpec(default=self.base), self.outline)
-        loaded = loading.load(
-            self._found, self._digest, plain, self._engine.device, self._engine.config.cache, self._note
-        )
-        ids = None if self._calibration is None else _ids(self._calibration, self._engine.device)
-        return Meter(loaded.module, _ids(self._rows, self._engine.device), self.quantiser, ids)
+def proof_job(spec: JobSpec, precision: Any, windows: int) -> JobSpec:
+    """The job on its first windows, a window to a shard, in some precision."""
+    own = spec.window.max_windows
+    data = spec.model_dump(mode="json")
+    data["window"]["max_windows"] = windows if own is None else min(own, windows)
+    data["shard"]["tokens"], data["precision"], data["metrics"] = 1, precision, []
+    return JobSpec.model_validate_json(json.dumps(data))
 
 
-def _later(skip: float) -> float:
-    """Where the rows that are measured begin: in the part that is calibrated on, a little after its start."""
-    return min(0.99, skip + (1 - skip) / 97)
-
-
-def _ids(rows: calibration.Calibration, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(rows.ids.astype(np.int64)).to(device)
-
-
-def _interval(found: Comparison) -> str:
-    if found.change_low is None:
-        return f"{found.change:+.3%}"
-    return f"{found.change:+.3%} [{found.change_low:+.3%}, {found.change_high:+.3%}]"
+def agreeing(stored: Sensitivity, wanted: Sensitivity, path: Path) -> Sensitivity:
+    """Return stored sensitivities if they are of what is wanted. Raises ``SpecError`` naming what differs."""
+    for key in ("weights_digest", "calibration", "base", "quantiser"):
+        if getattr(stored, key) != getattr(wanted, key):
+            raise SpecError(
+                f"{path}: its {key} is {getattr(stored, key)}, this job's is {getattr(wanted, key)}; name another file"
+            )
+    return stored
 
 
 def write(path: Path, text: str) -> None:

@@ -87,6 +87,25 @@ class CalibrationSpec(_Part):
     allow_overlap: bool = Field(False, description="Calibrate even on text that is evaluated; recorded in the result")
 
 
+class MeasureSpec(_Part):
+    """What a job measures that evaluates nothing: how much each group of weights suffers from each format."""
+
+    formats: Annotated[tuple[FormatName, ...], BeforeValidator(_one_or_more)] = Field(
+        ("bf16", "int8", "int4-g64"), min_length=1, description="Weight-only formats to choose from"
+    )
+    rows: int = Field(4, ge=1, le=1024, description="Rows of tokens that are measured on")
+    context: int = Field(256, ge=8, le=1 << 14, description="Tokens of a row")
+
+    @model_validator(mode="after")
+    def _check(self) -> MeasureSpec:
+        for name in self.formats:
+            if name == AUTO or FORMATS[name].dynamic:
+                raise ValueError(f"formats has {name!r}: only formats of weights alone are planned for")
+        if len(set(self.formats)) != len(self.formats):
+            raise ValueError("formats names one twice")
+        return self
+
+
 class PrecisionSpec(_Part):
     """Formats by role and by module. A format named nearer to a module wins: modules, then role, then default."""
 
@@ -112,6 +131,7 @@ class PrecisionSpec(_Part):
         "auto", description="Products: the fastest that pass their proof, the definition itself, or packed weights"
     )
     calibration: CalibrationSpec | None = None
+    measure: MeasureSpec | None = Field(None, description="Measure sensitivities for a plan, instead of evaluating")
     budget: Share | None = Field(
         None, gt=0, le=1, description="Plan: weights in at most this share of the checkpoint's"
     )
@@ -123,6 +143,8 @@ class PrecisionSpec(_Part):
             raise ValueError("quantiser gptq needs text to calibrate on: add calibration: {source: ...}")
         if self.budget is not None and self.max_ppl_increase is not None:
             raise ValueError("budget and max_ppl_increase exclude each other; give one")
+        if self.measure is not None and self.to_be_planned:
+            raise ValueError("measure and a limit exclude each other: a plan is made from what was measured")
         return self
 
     @property

@@ -147,7 +147,7 @@ def test_plans_can_be_calibrated(model: Path, tmp_path: Path) -> None:
         (["--budget", "lots"], 2, ["--budget is 'lots'", "40%"]),
         (["--budget", "5%"], 19, ["a budget of 5.0%", "smallest plan", "raise the budget"]),
         (["--budget", "40%", "--formats", "int8,int5"], 2, ["no format 'int5'", "did you mean 'int8'"]),
-        (["--budget", "40%", "--formats", "int8-dynamic"], 11, ["rounds activations"]),
+        (["--budget", "40%", "--formats", "int8-dynamic"], 2, ["--formats", "formats of weights alone"]),
         (["--budget", "95%", "--formats", "int4-g128"], 0, []),
         (["--budget", "40%", "--context", "5000"], 21, ["less than one window of 5000"]),
         (["--budget", "40%", "--proof", "94"], 11, ["rows are text that this job evaluates"]),
