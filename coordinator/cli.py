@@ -13,9 +13,11 @@ from typing import cast
 import typer
 
 from coordinator.commands.check import check
+from coordinator.commands.compare import compare
 from coordinator.commands.demo import demo
 from coordinator.commands.jobs import cancel, jobs, submit, wait, watch
 from coordinator.commands.nodes import nodes
+from coordinator.commands.plan import plan
 from coordinator.commands.report import report
 from coordinator.commands.serve import serve
 from coordinator.live import plain
@@ -48,7 +50,7 @@ def application() -> typer.Typer:
     ) -> None:
         """Exact evaluation of language models over many machines: the coordinator and its clients."""
 
-    for command in (serve, submit, watch, wait, jobs, nodes, report, cancel, check, demo):
+    for command in (serve, submit, watch, wait, jobs, nodes, report, compare, plan, cancel, check, demo):
         app.command()(command)
     return app
 

@@ -52,6 +52,11 @@ def metrics(tally: Tally) -> tuple[Metric, ...]:
     )
 
 
+def divergence(tally: Tally) -> Metric:
+    """Return the one metric of a job that measures sensitivities: what a changed group costs, over all its cells."""
+    return _plain("divergence_per_token", _nats(tally, "tokens"), 1.0, "nat/token", "tokens")
+
+
 def bits_per_byte(tally: Tally) -> Metric:
     """Return this one metric: the running estimate of a job in progress."""
     return _plain("bits_per_byte", _nats(tally, "bytes"), 1.0 / math.log(2.0), "bit/byte", "bytes")

@@ -20,7 +20,7 @@ MAX_NAME = 200
 MAX_TEXT = 1 << 20
 
 #: The values that a manifest's choices may have: those of windows.Policy, windows.Bos and model.DTYPES.
-POLICIES = frozenset({"rolling", "strided", "concat", "half", "sensitivity"})
+POLICIES = frozenset({"rolling", "strided", "concat", "half"})
 #: What stands for a policy in a job that measures sensitivities (``precision.cells``): its documents are cells.
 SENSITIVITY = "sensitivity"
 BOS_RULES = frozenset({"every_window", "first", "none"})
@@ -199,7 +199,12 @@ _MANIFEST_COUNTS = (
     "vocabulary",
     "kernel_version",
 )
-_MANIFEST_CHOICES = (("dtype", DTYPES), ("policy", POLICIES), ("bos", BOS_RULES), ("prefix_kind", PREFIX_KINDS))
+_MANIFEST_CHOICES = (
+    ("dtype", DTYPES),
+    ("policy", POLICIES | {SENSITIVITY}),
+    ("bos", BOS_RULES),
+    ("prefix_kind", PREFIX_KINDS),
+)
 _SHARD_COUNTS = (
     "index",
     "first_window",

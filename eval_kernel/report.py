@@ -13,8 +13,9 @@ from typing import Any
 
 from eval_kernel.gridsum import GRID_BITS, exact_decimal, to_nats
 from eval_kernel.intervals import CONFIDENCE
-from eval_kernel.metrics import lm_eval_word_perplexity, metrics
+from eval_kernel.metrics import divergence, lm_eval_word_perplexity, metrics
 from eval_kernel.plan import Manifest
+from eval_kernel.precision import report as sensitivities
 from eval_kernel.precision import section as precision
 from eval_kernel.precision.policy import PrecisionSpec
 from eval_kernel.precision.temperature import reliability
@@ -25,6 +26,8 @@ from eval_kernel.tally import Tally
 __all__ = ["Accounting", "MissingShard", "NodeWork", "build_report", "comparable", "render_text", "rule_name"]
 
 SCHEMA = "fedeval.report/1"
+#: Shards whose sums a report lists, so that two reports can be compared shard by shard.
+MAX_SHARDS_LISTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,9 @@ def build_report(
     complete = not lacking
     rule = rule_name(spec, manifest)
     work = sorted(work, key=lambda w: w.node)
-    computed = [{**m.to_json(), "full_name": f"{m.name}[{rule}]"} for m in metrics(tally)]
+    sensitivity = sensitivities.section(spec, manifest, tally)
+    found = metrics(tally) if sensitivity is None else (divergence(tally),)
+    computed = [{**m.to_json(), "full_name": f"{m.name}[{rule}]"} for m in found]
     return {
         "schema": SCHEMA,
         "job": job,
@@ -98,7 +103,7 @@ def build_report(
         "state": state,
         "complete": complete,
         "failure": None if failure is None else {"code": failure[0], "message": failure[1]},
-        "metric_name": f"perplexity[{rule}]",
+        "metric_name": f"{'perplexity' if sensitivity is None else found[0].name}[{rule}]",
         "metrics" if complete else "partial_metrics": computed,
         "missing": {
             "summary": lacking,
@@ -126,6 +131,8 @@ def build_report(
         "coverage": _coverage(manifest, tally),
         "statistics": _statistics(manifest, tally),
         "precision": precision.section(manifest, used, converted=_is_gguf(spec)),
+        "sensitivity": sensitivity,
+        "shards": _shards(tally),
         "calibration": reliability(tally.extra, tally.tokens - tally.nonfinite),
         "numerics": _numerics(spec, manifest, tally, accounting, work),
         "accounting": {**asdict(accounting), "divergent": [dict(d) for d in accounting.divergent]},
@@ -299,6 +306,13 @@ def device_class(device: str) -> str:
     """Return a device's kind without its number: ``cuda:1 NVIDIA H100`` is ``cuda NVIDIA H100``."""
     kind, _, model = device.partition(" ")
     return f"{kind.partition(':')[0]} {model}".strip()
+
+
+def _shards(tally: Tally) -> list[list[int]] | None:
+    """Loss in grid steps, scored tokens and those without a finite loss, by shard; None for a job of very many."""
+    if tally.shards > MAX_SHARDS_LISTED:
+        return None
+    return [[index, *sums] for index, sums in sorted(tally.by_shard.items())]
 
 
 def _node(w: NodeWork) -> dict[str, Any]:

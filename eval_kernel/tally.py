@@ -41,7 +41,7 @@ class Tally:
         self.nonfinite = 0  #: tokens whose loss was NaN or infinite; in no sum
         self.extra: dict[str, int] = {}  #: further sums that the job asked for
         self.places: list[NonFinite] = []  #: where, in order of document and token; the first ones only
-        self._shards: set[int] = set()
+        self.by_shard: dict[int, tuple[int, int, int]] = {}  #: steps, tokens and non-finite ones of each shard
         # Keys: (0, document) for a document, (1, shard) for a lump.
         self._clusters: dict[tuple[int, int], Cluster] = {}
         self._spoiled: set[tuple[int, int]] = set()
@@ -49,7 +49,7 @@ class Tally:
     @property
     def shards(self) -> int:
         """How many shards have been added."""
-        return len(self._shards)
+        return len(self.by_shard)
 
     @property
     def spoiled(self) -> Sequence[Cluster]:
@@ -71,7 +71,7 @@ class Tally:
 
     def has(self, shard: int) -> bool:
         """Whether the shard of this index has been added."""
-        return shard in self._shards
+        return shard in self.by_shard
 
     def add(self, partial: Partial) -> None:
         """Add a shard's partial.
@@ -79,13 +79,13 @@ class Tally:
         Raises ``ValueError``, with nothing changed, for a shard that is already in and for rows that do not
         add up to the partial's totals.
         """
-        if partial.shard in self._shards:
+        if partial.shard in self.by_shard:
             raise ValueError(f"shard {partial.shard} is in the tally already")
         for name in ("steps", "tokens", "bytes", "words"):
             total, rows = getattr(partial, name), sum(getattr(row, name) for row in partial.rows)
             if total != rows:
                 raise ValueError(f"shard {partial.shard}: its rows' {name} add up to {rows}, its total is {total}")
-        self._shards.add(partial.shard)
+        self.by_shard[partial.shard] = (partial.steps, partial.tokens, partial.nonfinite)
         self.steps += partial.steps
         self.tokens += partial.tokens
         self.bytes += partial.bytes

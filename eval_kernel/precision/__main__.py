@@ -7,11 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from eval_kernel.errors import CallError, FedevalError
-from eval_kernel.precision.formats import FORMATS, suggestion
-from eval_kernel.precision.policy import MeasureSpec, as_spec
+from eval_kernel.errors import FedevalError
+from eval_kernel.precision.options import limits, measure_of
+from eval_kernel.precision.policy import as_spec
+from eval_kernel.precision.proofjob import write
 from eval_kernel.spec import load_spec
 
 
@@ -46,18 +45,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     spec = load_spec(options.job)
-    policy = as_spec(spec.precision)
-    budget = _share(options.budget, "--budget")
-    limit = _share(options.max_ppl_increase, "--max-ppl-increase")
-    if budget is None and limit is None:
-        budget, limit = policy.budget, policy.max_ppl_increase
-    if (budget is None) == (limit is None):
-        raise CallError("give one of --budget and --max-ppl-increase, or the same under precision in the job")
+    budget, limit = limits(as_spec(spec.precision), options.budget, options.max_ppl_increase)
+    measure = measure_of(options.formats, options.rows, options.context)
     from eval_kernel.__main__ import default_cache
     from eval_kernel.engine import Engine, EngineConfig
     from eval_kernel.precision import planner, proof
 
-    request = planner.Request(measure_of(options), budget, limit, options.proof)
+    request = planner.Request(measure, budget, limit, options.proof)
     engine = Engine(EngineConfig(options.cache or default_cache(), None, options.device, options.threads))
     started = time.monotonic()
 
@@ -71,35 +65,8 @@ def _plan(options: argparse.Namespace) -> int:
     text = proof.plan_text(planned, table)
     print(proof.tradeoff_text(table) + "\n" + text, end="")
     if options.out is not None:
-        planner.write(options.out, text)
+        write(options.out, text)
     return 0
-
-
-def measure_of(options: argparse.Namespace) -> MeasureSpec:
-    """What to measure, from the options. Raises ``CallError``."""
-    chosen = {} if options.formats is None else {"formats": tuple(options.formats.split(","))}
-    for name in chosen.get("formats", ()):
-        if name not in FORMATS:
-            raise CallError(f"--formats: no format {name!r}; {suggestion(name, list(FORMATS))}")
-    try:
-        return MeasureSpec.model_validate({**chosen, "rows": options.rows, "context": options.context})
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = "".join(f"--{part} " for part in first["loc"][:1])
-        raise CallError(f"{where or '--'}{first['msg'].removeprefix('Value error, ')}") from None
-
-
-def _share(text: str | None, option: str) -> float | None:
-    """``40%`` or ``0.4`` as a fraction. Raises ``CallError``."""
-    if text is None:
-        return None
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 10:
-        raise CallError(f"{option} is {text!r}; write a share such as 40% or 0.4")
-    return value
 
 
 if __name__ == "__main__":

@@ -19,6 +19,19 @@ from eval_kernel.plan import Manifest
 
 #: Fields of a manifest that may differ between two precisions of one model.
 PRECISION_FIELDS = ("dtype", "precision_plan")
+#: Fields that must be equal in two reports.
+SAME_FIELDS = (
+    "weights_digest",
+    "data_digest",
+    "tokenizer_digest",
+    "policy",
+    "context",
+    "stride",
+    "join",
+    "bos",
+    "scored_tokens",
+    "shards",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,27 @@ def of_pairs(pairs: list[Pair], unit: str) -> Comparison:
         change_low=None if low is None else math.expm1(low),
         change_high=None if high is None else math.expm1(high),
     )
+
+
+def compare_reports(reference: dict[str, Any], other: dict[str, Any]) -> Comparison:
+    """Compare two complete reports shard by shard. Raises ``PlanRefused`` unless they differ in precision only."""
+    for report in (reference, other):
+        if not report.get("complete") or not report.get("shards"):
+            raise PlanRefused(
+                f"the report of job {report.get('job')} is incomplete or lists no shards; both jobs must have "
+                "succeeded, with few enough shards to be listed"
+            )
+    ours, theirs = reference["provenance"], other["provenance"]
+    for name in SAME_FIELDS:
+        if ours[name] != theirs[name]:
+            raise PlanRefused(
+                f"{name} differs ({ours[name]} and {theirs[name]}): only precisions of one model on the same data are "
+                "compared token by token"
+            )
+    a, b = ({row[0]: row[1:] for row in report["shards"]} for report in (reference, other))
+    if set(a) != set(b) or any(a[k][1:] != b[k][1:] for k in a):
+        raise PlanRefused("the two did not cut the same shards; submit both with the same window and shard keys")
+    return of_pairs([Pair(a[k][0], b[k][0], a[k][1]) for k in sorted(a)], "shard")
 
 
 def check_manifests(reference: Manifest, other: Manifest) -> None:

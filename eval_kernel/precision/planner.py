@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_kernel.engine import Engine
-from eval_kernel.errors import DirectoryUnusable, SpecError
+from eval_kernel.errors import SpecError
 from eval_kernel.partial import Partial
 from eval_kernel.precision import calibration, cells
 from eval_kernel.precision.choose import Table, checkpoint_bytes, smallest_bytes
@@ -17,6 +17,7 @@ from eval_kernel.precision.compare import Comparison, compare
 from eval_kernel.precision.groups import Sensitivity, cells_of, read_sensitivity
 from eval_kernel.precision.policy import MeasureSpec, as_spec
 from eval_kernel.precision.proof import Planned, Settling, check_budget, settle
+from eval_kernel.precision.proofjob import proof_job, write
 from eval_kernel.spec import JobSpec
 
 Note = Callable[[str], None]
@@ -98,15 +99,6 @@ class Planner:
         return found
 
 
-def proof_job(spec: JobSpec, precision: Any, windows: int) -> JobSpec:
-    """The job on its first windows, a window to a shard, in some precision."""
-    own = spec.window.max_windows
-    data = spec.model_dump(mode="json")
-    data["window"]["max_windows"] = windows if own is None else min(own, windows)
-    data["shard"]["tokens"], data["precision"], data["metrics"] = 1, precision, []
-    return JobSpec.model_validate_json(json.dumps(data))
-
-
 def agreeing(stored: Sensitivity, wanted: Sensitivity, path: Path) -> Sensitivity:
     """Return stored sensitivities if they are of what is wanted. Raises ``SpecError`` naming what differs."""
     for key in ("weights_digest", "calibration", "base", "quantiser"):
@@ -115,14 +107,3 @@ def agreeing(stored: Sensitivity, wanted: Sensitivity, path: Path) -> Sensitivit
                 f"{path}: its {key} is {getattr(stored, key)}, this job's is {getattr(wanted, key)}; name another file"
             )
     return stored
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises ``DirectoryUnusable``."""
-    temp = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temp.write_text(text, encoding="utf-8")
-        temp.replace(path)
-    except OSError as error:
-        raise DirectoryUnusable(f"{path} cannot be written ({error.strerror}); choose another place") from None
