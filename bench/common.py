@@ -12,8 +12,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
-#: Int8 where it is borne, bf16 elsewhere: perplexity within 1 % of float32.
-MIXED: dict[str, Any] = {"default": "bf16", "mlp": "int8-dynamic", "modules": {r".*down_proj": "bf16"}}
+#: Int8 where SmolLM2 bears it (MLP and attention's output, but the first and last layer), bf16 elsewhere: perplexity
+#: within 1 % of float32. Queries, keys and values alone cost 1.2 %, measured on 8 windows of WikiText-2.
+MIXED: dict[str, Any] = {
+    "default": "bf16",
+    "mlp": "int8-dynamic",
+    "modules": {
+        r".*\.layers\.(0|29)\..*": "bf16",
+        r".*\.layers\.([1-9]|1\d|2[0-8])\..*o_proj": "int8-dynamic",
+    },
+}
 
 
 def smollm2() -> Path:

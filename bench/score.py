@@ -50,7 +50,7 @@ def serve(side: str, context: int, threads: int) -> None:
     found = checkpoint.find(ModelSpec(source=str(common.smollm2())), None, common.CACHE, lambda text: None)
     tokens = np.array(common.bench_tokens(found), dtype=np.int64)
     imported = time.perf_counter()
-    ready = _plain(found) if SIDES[side] is None else _kernel(found, SIDES[side])
+    ready = load(found, SIDES[side])
     answer({"import": imported - started, "load": time.perf_counter() - imported, **ready.facts})
     for line in sys.stdin:
         first, count = json.loads(line)
@@ -72,14 +72,19 @@ def answer(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
-class _Ready:
+class Ready:
     """A loaded side: ``score(windows)`` gives the loss sum, ``facts`` what the parent should know."""
 
     def __init__(self, score: Any, facts: dict[str, Any]) -> None:
         self.score, self.facts = score, facts
 
 
-def _plain(found: Any) -> _Ready:
+def load(found: Any, precision: Any) -> Ready:
+    """Load a side: a precision of ours, or the plain loop for None."""
+    return _plain(found) if precision is None else _kernel(found, precision)
+
+
+def _plain(found: Any) -> Ready:
     import torch
     from torch.nn import functional as F
     from transformers import AutoModelForCausalLM
@@ -96,14 +101,14 @@ def _plain(found: Any) -> _Ready:
         return total
 
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return _Ready(score, {"kernel": "transformers", "bytes": size, "flops": common.flops_of(model.config)})
+    return Ready(score, {"kernel": "transformers", "bytes": size, "flops": common.flops_of(model.config)})
 
 
-def _kernel(found: Any, precision: Any) -> _Ready:
+def _kernel(found: Any, precision: Any) -> Ready:
     import numpy as np
     import torch
 
-    from eval_kernel import checkpoint, model, scoring
+    from eval_kernel import checkpoint, head, model, scoring
     from eval_kernel.precision import loading, skeleton
     from eval_kernel.precision.plan import resolve
     from eval_kernel.precision.policy import PrecisionSpec, as_spec
@@ -121,7 +126,9 @@ def _kernel(found: Any, precision: Any) -> _Ready:
         return sum(int(x.steps.sum()) for x in losses) / 2**30
 
     facts = {"kernel": ready.kernel, "bytes": sum(t.value_bytes + t.scale_bytes for t in plan.tensors)}
-    return _Ready(score, {**facts, "flops": common.flops_of(loaded.module.config)})
+    config = loaded.module.config
+    shape = {"intermediate": config.intermediate_size, "vocabulary": config.vocab_size, "tile": head.TILE}
+    return Ready(score, {**facts, "flops": common.flops_of(config), "shape": shape})
 
 
 # ---------------------------------------------------------------- all sides

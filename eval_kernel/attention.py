@@ -9,36 +9,54 @@ from functools import cache
 
 import torch
 
+#: Queries that are multiplied together: their scores against a thousand keys stay in the second-level cache.
+BLOCK = 128
 
-class Keys:
-    """Keys and values of one layer for one row, [key heads, length, width]: filled from the left, block by block."""
 
-    def __init__(self, heads: int, length: int, width: int, dtype: torch.dtype) -> None:
-        self.keys = torch.empty(heads, length, width, dtype=dtype)
-        self.values = torch.empty(heads, length, width, dtype=dtype)
+class Attention:
+    """Keys and values of one layer for one row, filled from the left, and what it takes to attend to them.
+
+    One object serves all layers of a row in turn: what is beyond the last position put in is never read.
+    """
+
+    def __init__(self, heads: int, shared: int, length: int, width: int, dtype: torch.dtype) -> None:
+        self.heads, self.shared, self.width = heads, shared, width
+        self._keys = torch.empty(shared, length, width, dtype=dtype)
+        self._values = torch.empty(shared, length, width, dtype=dtype)
+        # Fresh memory costs more than the products that are written into it: it has to be mapped and zeroed.
+        size = heads * min(BLOCK, length) * length
+        self._scores, self._weights = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype)
 
     def put(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store [positions, heads, width] from position ``start`` on, rounded to the store's dtype."""
-        end = start + keys.shape[0]
-        self.keys[:, start:end].copy_(keys.transpose(0, 1))
-        self.values[:, start:end].copy_(values.transpose(0, 1))
+        """Store keys [shared heads, positions, width] and values [positions, shared heads, width] from ``start`` on."""
+        end = start + keys.shape[1]
+        self._keys[:, start:end].copy_(keys)
+        self._values[:, start:end].copy_(values.transpose(0, 1))
 
     def attend(self, start: int, queries: torch.Tensor) -> torch.Tensor:
-        """Return [positions, query heads * width] for queries [positions, query heads, width] from ``start`` on.
+        """Return [positions, heads * width] for scaled queries [heads, positions, width] from ``start`` on.
 
-        The queries are scaled already; keys up to the last of them must be there.
+        Keys and values up to the last of them must be there.
         """
-        positions, heads, width = queries.shape
-        shared = self.keys.shape[0]
-        group = heads // shared
+        count = queries.shape[1]
+        out = torch.empty(count, self.heads * self.width, dtype=self._keys.dtype)
+        for first in range(0, count, BLOCK):
+            part = slice(first, min(count, first + BLOCK))
+            self._block(start + first, queries[:, part], out[part])
+        return out
+
+    def _block(self, start: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        positions, group = queries.shape[1], self.heads // self.shared
         end = start + positions
-        dtype = self.keys.dtype
-        ours = torch.empty(shared, group, positions, width, dtype=dtype)
-        ours.copy_(queries.view(positions, shared, group, width).permute(1, 2, 0, 3))
-        scores = torch.bmm(ours.view(shared, group * positions, width), self.keys[:, :end].transpose(1, 2))
-        scores.view(shared, group, positions, end)[..., start:].add_(_later(positions, dtype))
-        mixed = torch.bmm(torch.softmax(scores, -1), self.values[:, :end])
-        return mixed.view(shared, group, positions, width).permute(2, 0, 1, 3).reshape(positions, heads * width)
+        ours = torch.empty(self.shared, group * positions, self.width, dtype=self._keys.dtype)
+        ours.view(queries.shape).copy_(queries)
+        shape = (self.shared, group * positions, end)
+        scores, weights = (x[: self.heads * positions * end].view(shape) for x in (self._scores, self._weights))
+        torch.bmm(ours, self._keys[:, :end].transpose(1, 2), out=scores)
+        scores.view(self.shared, group, positions, end)[..., start:].add_(_later(positions, scores.dtype))
+        torch.softmax(scores, -1, out=weights)
+        torch.bmm(weights, self._values[:, :end], out=ours)
+        out.view(positions, self.heads, self.width).copy_(ours.view(self.heads, positions, self.width).transpose(0, 1))
 
 
 @cache

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from eval_kernel.attention import Keys
+from eval_kernel.attention import Attention
 from eval_kernel.kernels import FUSED, Int8Linear, PackedLinear, quantise
 
 #: Tokens that go through a layer's products together.
-BLOCK = 128
+BLOCK = 256
 #: Rotary tables that depend on the length of the row are left to transformers.
 ROPES = {"default", "linear", "llama3", "yarn"}
 
@@ -59,44 +59,32 @@ class Decoder:
     def states(self, ids: torch.Tensor, scored: int) -> torch.Tensor:
         """Return the hidden states of the last ``scored`` positions of one row of token ids, normed for the head."""
         x = self.embedding(ids)
-        length = len(ids)
-        cos, sin = (t[0].unsqueeze(1) for t in self.rotary(x.new_empty(0, dtype=torch.float32), _positions(length)))
-        heads = self.layers[0].keys.out_features // self.width
-        store = Keys(heads, length, self.width, x.dtype)
+        length, first = len(ids), self.layers[0]
+        tables = self.rotary(x.new_empty(0, dtype=torch.float32), torch.arange(length).unsqueeze(0))
+        heads, shared = (layer.out_features // self.width for layer in (first.queries, first.keys))
+        attention = Attention(heads, shared, length, self.width, x.dtype)
         for number, layer in enumerate(self.layers):
             # In the last layer only what is scored needs more than keys and values.
-            first = length - scored if number == len(self.layers) - 1 else 0
+            needed = length - scored if number == len(self.layers) - 1 else 0
             for start in range(0, length, BLOCK):
                 part = slice(start, min(length, start + BLOCK))
-                turn = (cos[part], sin[part])
+                cos, sin = (table[0, part] for table in tables)
                 h = layer.norm(x[part])
-                if part.stop <= first:
+                if part.stop <= needed:
                     keys, values = project(h, (layer.keys, layer.values))
-                    self._store(layer, store, start, keys, values, turn)
-                    continue
-                queries, keys, values = project(h, (layer.queries, layer.keys, layer.values))
-                self._store(layer, store, start, keys, values, turn)
-                queries = self._heads(queries, layer.query_norm)
-                mixed = store.attend(start, rotate(queries, turn, layer.scaling))
-                rest = plus(layer.output, mixed, x[part])
-                x[part] = self._mlp(layer, rest)
+                else:
+                    queries, keys, values = project(h, (layer.queries, layer.keys, layer.values))
+                keys = self._heads(keys, layer.key_norm)
+                attention.put(start, rotate(keys, cos, sin), self._heads(values, None))
+                if part.stop > needed:
+                    queries = self._heads(queries, layer.query_norm)
+                    mixed = attention.attend(start, rotate(queries, cos * layer.scaling, sin * layer.scaling))
+                    x[part] = self._mlp(layer, plus(layer.output, mixed, x[part]))
         return self.norm(x[length - scored :])
 
     def _heads(self, x: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
         x = x.view(x.shape[0], -1, self.width)
         return x if norm is None else norm(x)
-
-    def _store(
-        self,
-        layer: Layer,
-        store: Keys,
-        start: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        keys = rotate(self._heads(keys, layer.key_norm), turn, 1.0)
-        store.put(start, keys, self._heads(values, None))
 
     def _mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         h = layer.mlp_norm(x)
@@ -118,27 +106,25 @@ def project(x: torch.Tensor, layers: Sequence[torch.nn.Module]) -> list[torch.Te
 
 
 def plus(layer: torch.nn.Module, x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
-    """``layer(x) + term`` in the dtype of ``term``."""
+    """``layer(x) + term`` in the dtype of ``term``. May overwrite ``x``."""
     if isinstance(layer, PackedLinear):
         return layer.plus(x.to(term.dtype), term)
     if isinstance(layer, Int8Linear):
-        return layer.product(*quantise(x)).add_(term).to(term.dtype)
+        return layer.product(*quantise(x, spend=True)).add_(term).to(term.dtype)
     return layer(x.to(term.dtype)) + term
 
 
-def rotate(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], scaling: float) -> torch.Tensor:
-    """Turn [positions, heads, width] by rotary tables [positions, 1, width], in float32, times ``scaling``."""
-    cos, sin = turn if scaling == 1.0 else (turn[0] * scaling, turn[1] * scaling)
-    x = x.float()
-    out = x * cos
-    half = x.shape[-1] // 2
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1.0)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return out
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn [positions, heads, width] by rotary tables [positions, width]; float32 [heads, positions, width].
 
-
-def _positions(length: int) -> torch.Tensor:
-    return torch.arange(length).unsqueeze(0)
+    The second half of a head turns against the first: (a, b) becomes (a cos - b sin, b cos + a sin).
+    """
+    turned = torch.empty(x.shape[1], x.shape[0], x.shape[2])
+    turned.copy_(x.transpose(0, 1))
+    half = x.shape[2] // 2
+    other = torch.roll(turned, half, -1)
+    other[..., :half].neg_()
+    return turned.mul_(cos).addcmul_(other, sin)
 
 
 # ---------------------------------------------------------------- reading a module

@@ -149,15 +149,17 @@ ROUTES: dict[str, type[_Vnni] | type[_IntMm] | type[_Exact]] = {"vnni": _Vnni, "
 _DEVICES = {"vnni": "cpu", "int_mm": "cuda"}
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, spend: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int8 values [rows, in] and float32 scales [rows, 1] with x about values * scales.
 
-    A row with a NaN or an infinity gets such a scale, so that what comes of it is not finite either.
+    A row with a NaN or an infinity gets such a scale, so that what comes of it is not finite either. ``spend``: x may
+    be overwritten.
     """
-    x = x.float()
-    largest = x.abs().amax(-1, keepdim=True)
-    values = (x * (127.0 / largest.clamp_min(1e-30))).round_().to(torch.int8)
-    return values, largest / 127.0
+    wide = x.float()
+    largest = torch.maximum(wide.amax(-1, keepdim=True), wide.amin(-1, keepdim=True).neg_())
+    factor = 127.0 / largest.clamp_min(1e-30)
+    values = wide.mul_(factor) if spend or wide is not x else wide * factor
+    return values.round_().to(torch.int8), largest / 127.0
 
 
 def exact_product(values: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
