@@ -108,7 +108,7 @@ def _kernel(found: Any, precision: Any) -> Ready:
     import numpy as np
     import torch
 
-    from eval_kernel import checkpoint, head, model, scoring
+    from eval_kernel import checkpoint, kernels, model, scoring
     from eval_kernel.precision import loading, skeleton
     from eval_kernel.precision.plan import resolve
     from eval_kernel.precision.policy import PrecisionSpec, as_spec
@@ -127,7 +127,7 @@ def _kernel(found: Any, precision: Any) -> Ready:
 
     facts = {"kernel": ready.kernel, "bytes": sum(t.value_bytes + t.scale_bytes for t in plan.tensors)}
     config = loaded.module.config
-    shape = {"intermediate": config.intermediate_size, "vocabulary": config.vocab_size, "tile": head.TILE}
+    shape = {"intermediate": config.intermediate_size, "vocabulary": config.vocab_size, "tile": kernels.TILE}
     return Ready(score, {**facts, "flops": common.flops_of(config), "shape": shape})
 
 

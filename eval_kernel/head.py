@@ -13,8 +13,7 @@ import torch
 
 from eval_kernel import kernels
 
-#: Outputs of one tile, and positions of one block: 1 MB of float32 logits, the second-level cache of a core.
-TILE = 2048
+#: Positions of one block.
 BLOCK = 128
 #: log2(e) as the sum of two float32: one alone is off by 1.3e-8, which shifts every loss the same way.
 LOG2E = (1.4426950216293335, 1.9259629911e-08)
@@ -38,7 +37,7 @@ class Head:
     """The output layer of a model, in tiles."""
 
     def __init__(self, layer: torch.nn.Module, shape: Shape) -> None:
-        self._tiles = kernels.rows_of(layer, TILE)
+        self._tiles = kernels.tiles_of(layer)
         self._shape = shape
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

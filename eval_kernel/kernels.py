@@ -18,6 +18,8 @@ from eval_kernel.errors import PrecisionUnsupported
 FUSED = {"silu": ("swish", ""), "swish": ("swish", ""), "gelu": ("gelu", "none"), "gelu_pytorch_tanh": ("gelu", "tanh")}
 #: Batch for which weights are packed; oneDNN's layout may depend on it, so it is one number everywhere.
 PACK_ROWS = 1024
+#: Outputs of one tile of a head: with 128 positions, 1 MB of float32 logits, a core's second-level cache.
+TILE = 2048
 #: Sums of at most so many products of int8 values are exact in float32: 1024 * 127 * 127 < 2^24.
 EXACT_TERMS = 1024
 
@@ -89,7 +91,16 @@ class Int8Linear(torch.nn.Module):
         self.nbytes = weight.numel() + scales.numel() * scales.element_size()
         self._bias = None if bias is None else bias.detach().float()
         self.route = int8_route(weight.device.type)
-        self._multiply = ROUTES[self.route](weight.contiguous(), scales.contiguous())
+        # A head of many outputs is kept in tiles, so that whoever wants them one by one need not cut it again.
+        self.tiles: list[Int8Linear] = []
+        if self.out_features > 2 * TILE:
+            for start in range(0, self.out_features, TILE):
+                part = slice(start, start + TILE)
+                self.tiles.append(
+                    Int8Linear.from_integers(weight[part], scales[part], None if bias is None else bias[part])
+                )
+        else:
+            self._multiply = ROUTES[self.route](weight.contiguous(), scales.contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply [..., in] to [..., out] in the dtype of ``x``."""
@@ -98,6 +109,8 @@ class Int8Linear(torch.nn.Module):
 
     def product(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Multiply what ``quantise`` returned: float32 [rows, out]."""
+        if self.tiles:
+            return torch.cat([tile.product(values, scales) for tile in self.tiles], dim=-1)
         out = self._multiply(values)
         out.mul_(scales)
         return out if self._bias is None else out.add_(self._bias)
@@ -171,14 +184,16 @@ def exact_product(values: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
     return out.float()
 
 
-def rows_of(kernel: torch.nn.Module, size: int) -> list[torch.nn.Module]:
-    """Cut a linear layer into kernels of at most ``size`` outputs each, in order; other layers stay whole."""
+def tiles_of(kernel: torch.nn.Module) -> list[torch.nn.Module]:
+    """Cut a linear layer into kernels of at most ``TILE`` outputs each, in order; other layers stay whole."""
+    if isinstance(kernel, Int8Linear):
+        return list(kernel.tiles) or [kernel]
     if not isinstance(kernel, torch.nn.Linear):
         return [kernel]
     parts = []
-    for start in range(0, kernel.out_features, size):
-        bias = None if kernel.bias is None else kernel.bias[start : start + size]
-        parts.append(linear(kernel.weight[start : start + size], bias))
+    for start in range(0, kernel.out_features, TILE):
+        part = slice(start, start + TILE)
+        parts.append(linear(kernel.weight[part], None if kernel.bias is None else kernel.bias[part]))
     return parts
 
 

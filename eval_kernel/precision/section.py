@@ -15,7 +15,7 @@ from eval_kernel.precision.plan import PrecisionPlan, bytes_by_class, formats_by
 #: Key of the digest of the quantised weights among what a node says of its precision.
 DIGEST = "weights"
 #: Positions whose logits exist at one time (``scoring.CHUNK``); and positions and outputs of one tile of them, where a
-#: fast path scores rows one by one (``head.BLOCK``, ``head.TILE``). Those modules need torch, this one must not.
+#: fast path scores rows one by one (``head.BLOCK``, ``kernels.TILE``). Those modules need torch, this one must not.
 CHUNK, TILE_ROWS, TILE_COLUMNS = 256, 128, 2048
 #: Copies of logits in float32: themselves, and their exponentials.
 LOGIT_COPIES = 2

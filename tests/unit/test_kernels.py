@@ -132,14 +132,26 @@ def test_layers_are_replaced_where_the_choice_says_so() -> None:
 
 def test_a_layer_cut_by_outputs_is_the_layer() -> None:
     """The tiles' outputs, side by side, are the layer's."""
-    layer = torch.nn.Linear(64, 300)
+    layer = torch.nn.Linear(64, 4500)
     x = normal(50, 64)
     with torch.no_grad():
-        tiles = kernels.rows_of(layer, 128)
+        tiles = kernels.tiles_of(layer)
         got, expected = torch.cat([tile(x) for tile in tiles], -1), layer(x)
 
     assert 3 == len(tiles)
     torch.testing.assert_close(got, expected)
+
+
+def test_an_int8_layer_in_tiles_is_the_layer() -> None:
+    """The same integers and scales, bit for bit, whole and cut."""
+    weight, bias, x = normal(4500, 64), normal(4500, seed=1), normal(50, 64, seed=2)
+    layer = kernels.Int8Linear(weight, bias)
+    tiles = kernels.tiles_of(layer)
+    plain = [kernels.Int8Linear(weight[part], bias[part]) for part in (slice(0, 2000), slice(2000, 4500))]
+
+    assert 3 == len(tiles)
+    assert torch.equal(layer(x), torch.cat([tile(x) for tile in tiles], -1))
+    assert torch.equal(layer(x), torch.cat([part(x) for part in plain], -1))
 
 
 def test_int8_is_refused_where_it_would_be_emulated() -> None:

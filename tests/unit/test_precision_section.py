@@ -8,7 +8,7 @@ import pytest
 from fedeval.wire.messages import scored_from_message, scored_to_message
 
 from coordinator.report import render_html, render_markdown
-from eval_kernel import head, scoring
+from eval_kernel import head, kernels, scoring
 from eval_kernel.partial import Execution, ScoredShard
 from eval_kernel.plan import Manifest
 from eval_kernel.precision import section
@@ -60,7 +60,7 @@ def test_bytes_stand_beside_the_checkpoints_and_float32s() -> None:
 
 def test_estimates_of_logits_are_those_of_the_code_that_holds_them() -> None:
     """The sizes of chunks and tiles are repeated in the report's part, which must not need torch."""
-    assert (scoring.CHUNK, head.BLOCK, head.TILE) == (section.CHUNK, section.TILE_ROWS, section.TILE_COLUMNS)
+    assert (scoring.CHUNK, head.BLOCK, kernels.TILE) == (section.CHUNK, section.TILE_ROWS, section.TILE_COLUMNS)
 
 
 def test_shares_of_a_gguf_file_are_called_those_of_its_conversion() -> None:
