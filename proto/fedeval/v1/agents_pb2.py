@@ -25,45 +25,47 @@ _sym_db = _symbol_database.Default()
 from fedeval.v1 import evaluation_pb2 as fedeval_dot_v1_dot_evaluation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66\x65\x64\x65val/v1/agents.proto\x12\nfedeval.v1\x1a\x1b\x66\x65\x64\x65val/v1/evaluation.proto\"\xbc\x01\n\x0fRegisterRequest\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x03 \x01(\x05\x12\x14\n\x0cprotocol_max\x18\x04 \x01(\x05\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x0c\n\x04site\x18\x06 \x01(\t\x12\x1f\n\x05roles\x18\x07 \x03(\x0e\x32\x10.fedeval.v1.Role\x12\x19\n\x11\x63\x61pabilities_json\x18\x08 \x01(\t\"k\n\x10RegisterResponse\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\"m\n\x0e\x41\x63quireRequest\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_shards\x18\x03 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x05\x12\x12\n\nloaded_job\x18\x05 \x01(\t\"s\n\x0f\x41\x63quireResponse\x12,\n\x05score\x18\x01 \x01(\x0b\x32\x1b.fedeval.v1.ScoreAssignmentH\x00\x12*\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.fedeval.v1.PlanAssignmentH\x00\x42\x06\n\x04work\"0\n\x0ePlanAssignment\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\"k\n\x0fScoreAssignment\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x15\n\rmanifest_json\x18\x03 \x01(\t\x12!\n\x06shards\x18\x04 \x03(\x0b\x32\x11.fedeval.v1.Shard\"\xc5\x01\n\x0cRenewRequest\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x08holdings\x18\x03 \x03(\x0b\x32\x13.fedeval.v1.Holding\x12\x10\n\x08\x61\x63tivity\x18\x04 \x01(\t\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\x12)\n\x07running\x18\x07 \x01(\x0b\x32\x13.fedeval.v1.HoldingH\x00\x88\x01\x01\x42\n\n\x08_running\"%\n\x07Holding\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\x03\"W\n\rRenewResponse\x12!\n\x04lost\x18\x01 \x03(\x0b\x32\x13.fedeval.v1.Holding\x12\x14\n\x0csettled_jobs\x18\x02 \x03(\t\x12\r\n\x05\x64rain\x18\x03 \x01(\x08\"\x92\x02\n\rReportRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03job\x18\x04 \x01(\t\x12)\n\x06scored\x18\x05 \x01(\x0b\x32\x17.fedeval.v1.ScoredShardH\x00\x12\x31\n\rshard_failure\x18\x06 \x01(\x0b\x32\x18.fedeval.v1.ShardFailureH\x00\x12)\n\tplan_part\x18\x07 \x01(\x0b\x32\x14.fedeval.v1.PlanPartH\x00\x12+\n\x0cplan_failure\x18\x08 \x01(\x0b\x32\x13.fedeval.v1.FailureH\x00\x42\x08\n\x06result\"]\n\x0bScoredShard\x12$\n\x07partial\x18\x01 \x01(\x0b\x32\x13.fedeval.v1.Partial\x12(\n\texecution\x18\x02 \x01(\x0b\x32\x15.fedeval.v1.Execution\"C\n\x0cShardFailure\x12\r\n\x05shard\x18\x01 \x01(\x03\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.fedeval.v1.Failure\"R\n\x08PlanPart\x12\x15\n\rmanifest_json\x18\x01 \x01(\t\x12!\n\x06shards\x18\x02 \x03(\x0b\x32\x11.fedeval.v1.Shard\x12\x0c\n\x04last\x18\x03 \x01(\x08\"X\n\x0eReportResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12$\n\x07verdict\x18\x02 \x01(\x0e\x32\x13.fedeval.v1.Verdict\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t*W\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_FORWARD\x10\x01\x12\x13\n\x0fROLE_PREPROCESS\x10\x02\x12\x12\n\x0eROLE_AGGREGATE\x10\x03*\x91\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x14\n\x10VERDICT_ACCEPTED\x10\x01\x12\x15\n\x11VERDICT_DUPLICATE\x10\x02\x12\x15\n\x11VERDICT_DIVERGENT\x10\x03\x12\x14\n\x10VERDICT_UNWANTED\x10\x04\x12\x13\n\x0fVERDICT_REFUSED\x10\x05\x32\x9c\x02\n\x0c\x41gentService\x12\x45\n\x08Register\x12\x1b.fedeval.v1.RegisterRequest\x1a\x1c.fedeval.v1.RegisterResponse\x12\x42\n\x07\x41\x63quire\x12\x1a.fedeval.v1.AcquireRequest\x1a\x1b.fedeval.v1.AcquireResponse\x12<\n\x05Renew\x12\x18.fedeval.v1.RenewRequest\x1a\x19.fedeval.v1.RenewResponse\x12\x43\n\x06Report\x12\x19.fedeval.v1.ReportRequest\x1a\x1a.fedeval.v1.ReportResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x66\x65\x64\x65val/v1/agents.proto\x12\nfedeval.v1\x1a\x1b\x66\x65\x64\x65val/v1/evaluation.proto\"\xd2\x01\n\x0fRegisterRequest\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x03 \x01(\x05\x12\x14\n\x0cprotocol_max\x18\x04 \x01(\x05\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x0c\n\x04site\x18\x06 \x01(\t\x12\x1f\n\x05roles\x18\x07 \x03(\x0e\x32\x10.fedeval.v1.Role\x12\x19\n\x11\x63\x61pabilities_json\x18\x08 \x01(\t\x12\x14\n\x0cpack_address\x18\t \x01(\t\"\xac\x01\n\x10RegisterResponse\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x15\n\rlease_seconds\x18\x04 \x01(\x01\x12\x1f\n\x05roles\x18\x05 \x03(\x0e\x32\x10.fedeval.v1.Role\x12\x1e\n\x04site\x18\x06 \x01(\x0b\x32\x10.fedeval.v1.Site\"\x1e\n\x04Site\x12\x16\n\x0epack_addresses\x18\x01 \x03(\t\"m\n\x0e\x41\x63quireRequest\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nmax_shards\x18\x03 \x01(\x03\x12\x0f\n\x07wait_ms\x18\x04 \x01(\x05\x12\x12\n\nloaded_job\x18\x05 \x01(\t\"s\n\x0f\x41\x63quireResponse\x12,\n\x05score\x18\x01 \x01(\x0b\x32\x1b.fedeval.v1.ScoreAssignmentH\x00\x12*\n\x04plan\x18\x02 \x01(\x0b\x32\x1a.fedeval.v1.PlanAssignmentH\x00\x42\x06\n\x04work\"0\n\x0ePlanAssignment\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\"k\n\x0fScoreAssignment\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x11\n\tspec_json\x18\x02 \x01(\t\x12\x15\n\rmanifest_json\x18\x03 \x01(\t\x12!\n\x06shards\x18\x04 \x03(\x0b\x32\x11.fedeval.v1.Shard\"\xe6\x01\n\x0cRenewRequest\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x08holdings\x18\x03 \x03(\x0b\x32\x13.fedeval.v1.Holding\x12\x10\n\x08\x61\x63tivity\x18\x04 \x01(\t\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\x12)\n\x07running\x18\x07 \x01(\x0b\x32\x13.fedeval.v1.HoldingH\x00\x88\x01\x01\x12\x1f\n\x17\x63\x61pabilities_delta_json\x18\x08 \x01(\tB\n\n\x08_running\"%\n\x07Holding\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\x03\"\xa6\x01\n\rRenewResponse\x12!\n\x04lost\x18\x01 \x03(\x0b\x32\x13.fedeval.v1.Holding\x12\x14\n\x0csettled_jobs\x18\x02 \x03(\t\x12\r\n\x05\x64rain\x18\x03 \x01(\x08\x12\x1f\n\x05roles\x18\x04 \x03(\x0e\x32\x10.fedeval.v1.Role\x12#\n\x04site\x18\x05 \x01(\x0b\x32\x10.fedeval.v1.SiteH\x00\x88\x01\x01\x42\x07\n\x05_site\"\x92\x02\n\rReportRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0b\n\x03job\x18\x04 \x01(\t\x12)\n\x06scored\x18\x05 \x01(\x0b\x32\x17.fedeval.v1.ScoredShardH\x00\x12\x31\n\rshard_failure\x18\x06 \x01(\x0b\x32\x18.fedeval.v1.ShardFailureH\x00\x12)\n\tplan_part\x18\x07 \x01(\x0b\x32\x14.fedeval.v1.PlanPartH\x00\x12+\n\x0cplan_failure\x18\x08 \x01(\x0b\x32\x13.fedeval.v1.FailureH\x00\x42\x08\n\x06result\"]\n\x0bScoredShard\x12$\n\x07partial\x18\x01 \x01(\x0b\x32\x13.fedeval.v1.Partial\x12(\n\texecution\x18\x02 \x01(\x0b\x32\x15.fedeval.v1.Execution\"C\n\x0cShardFailure\x12\r\n\x05shard\x18\x01 \x01(\x03\x12$\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x13.fedeval.v1.Failure\"R\n\x08PlanPart\x12\x15\n\rmanifest_json\x18\x01 \x01(\t\x12!\n\x06shards\x18\x02 \x03(\x0b\x32\x11.fedeval.v1.Shard\x12\x0c\n\x04last\x18\x03 \x01(\x08\"X\n\x0eReportResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12$\n\x07verdict\x18\x02 \x01(\x0e\x32\x13.fedeval.v1.Verdict\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t*W\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_FORWARD\x10\x01\x12\x13\n\x0fROLE_PREPROCESS\x10\x02\x12\x12\n\x0eROLE_AGGREGATE\x10\x03*\x91\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x14\n\x10VERDICT_ACCEPTED\x10\x01\x12\x15\n\x11VERDICT_DUPLICATE\x10\x02\x12\x15\n\x11VERDICT_DIVERGENT\x10\x03\x12\x14\n\x10VERDICT_UNWANTED\x10\x04\x12\x13\n\x0fVERDICT_REFUSED\x10\x05\x32\x9c\x02\n\x0c\x41gentService\x12\x45\n\x08Register\x12\x1b.fedeval.v1.RegisterRequest\x1a\x1c.fedeval.v1.RegisterResponse\x12\x42\n\x07\x41\x63quire\x12\x1a.fedeval.v1.AcquireRequest\x1a\x1b.fedeval.v1.AcquireResponse\x12<\n\x05Renew\x12\x18.fedeval.v1.RenewRequest\x1a\x19.fedeval.v1.RenewResponse\x12\x43\n\x06Report\x12\x19.fedeval.v1.ReportRequest\x1a\x1a.fedeval.v1.ReportResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fedeval.v1.agents_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1698
-  _globals['_ROLE']._serialized_end=1785
-  _globals['_VERDICT']._serialized_start=1788
-  _globals['_VERDICT']._serialized_end=1933
+  _globals['_ROLE']._serialized_start=1931
+  _globals['_ROLE']._serialized_end=2018
+  _globals['_VERDICT']._serialized_start=2021
+  _globals['_VERDICT']._serialized_end=2166
   _globals['_REGISTERREQUEST']._serialized_start=69
-  _globals['_REGISTERREQUEST']._serialized_end=257
-  _globals['_REGISTERRESPONSE']._serialized_start=259
-  _globals['_REGISTERRESPONSE']._serialized_end=366
-  _globals['_ACQUIREREQUEST']._serialized_start=368
-  _globals['_ACQUIREREQUEST']._serialized_end=477
-  _globals['_ACQUIRERESPONSE']._serialized_start=479
-  _globals['_ACQUIRERESPONSE']._serialized_end=594
-  _globals['_PLANASSIGNMENT']._serialized_start=596
-  _globals['_PLANASSIGNMENT']._serialized_end=644
-  _globals['_SCOREASSIGNMENT']._serialized_start=646
-  _globals['_SCOREASSIGNMENT']._serialized_end=753
-  _globals['_RENEWREQUEST']._serialized_start=756
-  _globals['_RENEWREQUEST']._serialized_end=953
-  _globals['_HOLDING']._serialized_start=955
-  _globals['_HOLDING']._serialized_end=992
-  _globals['_RENEWRESPONSE']._serialized_start=994
-  _globals['_RENEWRESPONSE']._serialized_end=1081
-  _globals['_REPORTREQUEST']._serialized_start=1084
-  _globals['_REPORTREQUEST']._serialized_end=1358
-  _globals['_SCOREDSHARD']._serialized_start=1360
-  _globals['_SCOREDSHARD']._serialized_end=1453
-  _globals['_SHARDFAILURE']._serialized_start=1455
-  _globals['_SHARDFAILURE']._serialized_end=1522
-  _globals['_PLANPART']._serialized_start=1524
-  _globals['_PLANPART']._serialized_end=1606
-  _globals['_REPORTRESPONSE']._serialized_start=1608
-  _globals['_REPORTRESPONSE']._serialized_end=1696
-  _globals['_AGENTSERVICE']._serialized_start=1936
-  _globals['_AGENTSERVICE']._serialized_end=2220
+  _globals['_REGISTERREQUEST']._serialized_end=279
+  _globals['_REGISTERRESPONSE']._serialized_start=282
+  _globals['_REGISTERRESPONSE']._serialized_end=454
+  _globals['_SITE']._serialized_start=456
+  _globals['_SITE']._serialized_end=486
+  _globals['_ACQUIREREQUEST']._serialized_start=488
+  _globals['_ACQUIREREQUEST']._serialized_end=597
+  _globals['_ACQUIRERESPONSE']._serialized_start=599
+  _globals['_ACQUIRERESPONSE']._serialized_end=714
+  _globals['_PLANASSIGNMENT']._serialized_start=716
+  _globals['_PLANASSIGNMENT']._serialized_end=764
+  _globals['_SCOREASSIGNMENT']._serialized_start=766
+  _globals['_SCOREASSIGNMENT']._serialized_end=873
+  _globals['_RENEWREQUEST']._serialized_start=876
+  _globals['_RENEWREQUEST']._serialized_end=1106
+  _globals['_HOLDING']._serialized_start=1108
+  _globals['_HOLDING']._serialized_end=1145
+  _globals['_RENEWRESPONSE']._serialized_start=1148
+  _globals['_RENEWRESPONSE']._serialized_end=1314
+  _globals['_REPORTREQUEST']._serialized_start=1317
+  _globals['_REPORTREQUEST']._serialized_end=1591
+  _globals['_SCOREDSHARD']._serialized_start=1593
+  _globals['_SCOREDSHARD']._serialized_end=1686
+  _globals['_SHARDFAILURE']._serialized_start=1688
+  _globals['_SHARDFAILURE']._serialized_end=1755
+  _globals['_PLANPART']._serialized_start=1757
+  _globals['_PLANPART']._serialized_end=1839
+  _globals['_REPORTRESPONSE']._serialized_start=1841
+  _globals['_REPORTRESPONSE']._serialized_end=1929
+  _globals['_AGENTSERVICE']._serialized_start=2169
+  _globals['_AGENTSERVICE']._serialized_end=2453
 # @@protoc_insertion_point(module_scope)

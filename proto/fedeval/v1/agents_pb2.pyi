@@ -93,6 +93,7 @@ class RegisterRequest(_message.Message):
     SITE_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     CAPABILITIES_JSON_FIELD_NUMBER: _builtins.int
+    PACK_ADDRESS_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     incarnation: _builtins.str
     """random, new for every start of the agent"""
@@ -102,6 +103,8 @@ class RegisterRequest(_message.Message):
     site: _builtins.str
     capabilities_json: _builtins.str
     """agent.probe.Capabilities"""
+    pack_address: _builtins.str
+    """HOST:PORT at which the agent serves packs to its site (PackService); empty: it does not."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]: ...
     def __init__(
@@ -115,10 +118,11 @@ class RegisterRequest(_message.Message):
         site: _builtins.str = ...,
         roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
         capabilities_json: _builtins.str = ...,
+        pack_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "capabilities_json", b"capabilities_json", "incarnation", b"incarnation", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "roles", b"roles", "site", b"site", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "capabilities_json", b"capabilities_json", "incarnation", b"incarnation", "pack_address", b"pack_address", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "roles", b"roles", "site", b"site", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -132,11 +136,19 @@ class RegisterResponse(_message.Message):
     COORDINATOR_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     coordinator: _builtins.str
     """identity of this coordinator's journal; an agent never mixes two"""
     heartbeat_seconds: _builtins.float
     lease_seconds: _builtins.float
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
+        """What the agent is to do, of what it announced."""
+
+    @_builtins.property
+    def site(self) -> Global___Site: ...
     def __init__(
         self,
         *,
@@ -144,14 +156,40 @@ class RegisterResponse(_message.Message):
         coordinator: _builtins.str = ...,
         heartbeat_seconds: _builtins.float = ...,
         lease_seconds: _builtins.float = ...,
+        roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
+        site: Global___Site | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "protocol", b"protocol"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "protocol", b"protocol", "roles", b"roles", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterResponse: _TypeAlias = RegisterResponse  # noqa: Y015
+
+@_typing.final
+class Site(_message.Message):
+    """What an agent needs to know of the others of its site."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACK_ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pack_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses of PackService, those that do nothing else first. Any may be gone: then make the pack yourself."""
+
+    def __init__(
+        self,
+        *,
+        pack_addresses: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack_addresses", b"pack_addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Site: _TypeAlias = Site  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
@@ -279,6 +317,7 @@ class RenewRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_DELTA_JSON_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
     incarnation: _builtins.str
     activity: _builtins.str
@@ -286,6 +325,10 @@ class RenewRequest(_message.Message):
     draining: _builtins.bool
     leaving: _builtins.bool
     """last call of an orderly end"""
+    capabilities_delta_json: _builtins.str
+    """What has changed of agent.probe.Capabilities since the last call that was answered: the top-level members with new
+    values, merged into what was announced. Empty: nothing.
+    """
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
@@ -302,10 +345,11 @@ class RenewRequest(_message.Message):
         draining: _builtins.bool = ...,
         leaving: _builtins.bool = ...,
         running: Global___Holding | None = ...,
+        capabilities_delta_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "running", b"running"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "activity", b"activity", "agent", b"agent", "draining", b"draining", "holdings", b"holdings", "incarnation", b"incarnation", "leaving", b"leaving", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_running", b"_running", "activity", b"activity", "agent", b"agent", "capabilities_delta_json", b"capabilities_delta_json", "draining", b"draining", "holdings", b"holdings", "incarnation", b"incarnation", "leaving", b"leaving", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__running: _TypeAlias = _typing.Literal["running"]  # noqa: Y015
     _WhichOneofArgType__running: _TypeAlias = _typing.Literal["_running", b"_running"]  # noqa: Y015
@@ -344,6 +388,8 @@ class RenewResponse(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     SETTLED_JOBS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    SITE_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
     """the coordinator asks the agent to finish and take nothing new"""
     @_builtins.property
@@ -354,18 +400,28 @@ class RenewResponse(_message.Message):
     def settled_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Jobs that are settled or unknown: the agent MUST drop all work on them."""
 
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
+        """Only where they changed since the agent was last told."""
+
+    @_builtins.property
+    def site(self) -> Global___Site: ...
     def __init__(
         self,
         *,
         lost: _abc.Iterable[Global___Holding] | None = ...,
         settled_jobs: _abc.Iterable[_builtins.str] | None = ...,
         drain: _builtins.bool = ...,
+        roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
+        site: Global___Site | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "lost", b"lost", "settled_jobs", b"settled_jobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "drain", b"drain", "lost", b"lost", "roles", b"roles", "settled_jobs", b"settled_jobs", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__site: _TypeAlias = _typing.Literal["site"]  # noqa: Y015
+    _WhichOneofArgType__site: _TypeAlias = _typing.Literal["_site", b"_site"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__site) -> _WhichOneofReturnType__site | None: ...
 
 Global___RenewResponse: _TypeAlias = RenewResponse  # noqa: Y015
 

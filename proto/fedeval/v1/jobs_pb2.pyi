@@ -232,6 +232,8 @@ class Node(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    ROLES_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     site: _builtins.str
     state: Global___NodeState.ValueType
@@ -244,9 +246,15 @@ class Node(_message.Message):
     tokens_per_second: _builtins.float
     activity: _builtins.str
     version: _builtins.str
+    relay: _builtins.str
+    """the relay that speaks for it; empty: it calls itself"""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"job/shard" """
+
+    @_builtins.property
+    def roles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"forward", "preprocess", "aggregate": what it is to do"""
 
     def __init__(
         self,
@@ -262,10 +270,12 @@ class Node(_message.Message):
         activity: _builtins.str = ...,
         held: _abc.Iterable[_builtins.str] | None = ...,
         version: _builtins.str = ...,
+        roles: _abc.Iterable[_builtins.str] | None = ...,
+        relay: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "capabilities_json", b"capabilities_json", "held", b"held", "incarnation", b"incarnation", "node", b"node", "shards_done", b"shards_done", "silence_seconds", b"silence_seconds", "site", b"site", "state", b"state", "tokens_per_second", b"tokens_per_second", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "capabilities_json", b"capabilities_json", "held", b"held", "incarnation", b"incarnation", "node", b"node", "relay", b"relay", "roles", b"roles", "shards_done", b"shards_done", "silence_seconds", b"silence_seconds", "site", b"site", "state", b"state", "tokens_per_second", b"tokens_per_second", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
