@@ -1,107 +1,39 @@
-"""AgentService: registering, asking for work, heartbeats. The stream of results has its own module."""
+"""AgentService: each call of one agent in a message of its own. What the calls do is in ``calls`` and ``results``."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import structlog
 from fedeval.v1 import agents_pb2, agents_pb2_grpc
-from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN
 
-from coordinator.core.calls import NodeInfo, SchedulerConfig
-from coordinator.core.states import Role
-from coordinator.rpc.convert import assignment, holding, holding_message
-from coordinator.rpc.guard import Context, guarded, name, required
+from coordinator.rpc.calls import AgentCalls
+from coordinator.rpc.guard import Context, guarded
 from coordinator.rpc.results import ResultStream
 from coordinator.runtime import Runtime
-from eval_kernel.errors import RequestInvalid, VersionRefused, reason
-
-_log = structlog.get_logger("coordinator.rpc")
-
-#: Holdings one heartbeat may name.
-_MAX_HOLDINGS = 100_000
-_MAX_CAPABILITIES = 256 << 10
 
 
 class AgentService(agents_pb2_grpc.AgentServiceServicer):
-    """The servicer. ``identity`` is that of the journal."""
+    """The servicer."""
 
-    def __init__(self, runtime: Runtime, config: SchedulerConfig, identity: str) -> None:
+    def __init__(self, runtime: Runtime, calls: AgentCalls) -> None:
         """Serve from a runtime."""
         self._runtime = runtime
-        self._config = config
-        self._identity = identity
+        self._calls = calls
 
     @guarded
     async def Register(self, request: agents_pb2.RegisterRequest, context: Context) -> agents_pb2.RegisterResponse:
         """Replaces whatever the agent had announced before."""
-        protocol = _protocol(request)
-        info = NodeInfo(
-            agent=name(request.agent, "agent"),
-            incarnation=required(request.incarnation, "incarnation"),
-            site=name(request.site, "site"),
-            roles=frozenset(_role(role) for role in request.roles),
-            version=request.version[:100],
-            capabilities=_capabilities(request.capabilities_json),
-        )
-        if not info.roles:
-            raise RequestInvalid("roles is empty; an agent needs at least one role")
-        await self._runtime.room()
-        self._runtime.record(self._runtime.scheduler.register(info, self._runtime.now()))
-        _log.info("agent registered", agent=info.agent, site=info.site, version=info.version)
-        await self._runtime.barrier()
-        return agents_pb2.RegisterResponse(
-            protocol=protocol,
-            coordinator=self._identity,
-            heartbeat_seconds=self._config.heartbeat_seconds,
-            lease_seconds=self._config.lease_seconds,
-        )
+        return await self._calls.register(request)
 
     @guarded
     async def Acquire(self, request: agents_pb2.AcquireRequest, context: Context) -> agents_pb2.AcquireResponse:
-        """A long poll. Nothing is leased while the journal is stuck: the lease could not be told anyone."""
-        agent, incarnation = _who(request)
-        if request.max_shards < 0 or request.wait_ms < 0:
-            raise RequestInvalid("max_shards and wait_ms must not be negative")
-        runtime = self._runtime
-        end = runtime.now() + min(request.wait_ms / 1000, runtime.timings.long_poll)
-        while True:
-            await runtime.room()
-            await runtime.barrier()
-            work = runtime.scheduler.acquire(agent, incarnation, request.max_shards, request.loaded_job, runtime.now())
-            left = end - runtime.now()
-            if work is not None or left <= 0:
-                break
-            await runtime.work(left)
-        if work is not None:
-            runtime.touch()
-        await runtime.barrier()
-        return assignment(work)
+        """A long poll."""
+        return await self._calls.acquire(request)
 
     @guarded
     async def Renew(self, request: agents_pb2.RenewRequest, context: Context) -> agents_pb2.RenewResponse:
-        """The heartbeat: counts even when it cannot be answered, since the agent was heard."""
-        agent, incarnation = _who(request)
-        if len(request.holdings) > _MAX_HOLDINGS:
-            raise RequestInvalid(f"holdings names {len(request.holdings)} items; at most {_MAX_HOLDINGS} are allowed")
-        answer = self._runtime.scheduler.renew(
-            agent,
-            incarnation,
-            [holding(item) for item in request.holdings],
-            request.activity[:200],
-            holding(request.running) if request.HasField("running") else None,
-            request.draining,
-            request.leaving,
-            self._runtime.now(),
-        )
-        self._runtime.touch()
-        await self._runtime.barrier()
-        return agents_pb2.RenewResponse(
-            lost=[holding_message(item) for item in answer.lost],
-            settled_jobs=answer.settled_jobs,
-            drain=answer.drain,
-        )
+        """The heartbeat."""
+        return await self._calls.renew(request)
 
     @guarded
     async def Report(  # type: ignore[override]  # the stub knows generators only; grpc.aio also takes context.write
@@ -109,44 +41,3 @@ class AgentService(agents_pb2_grpc.AgentServiceServicer):
     ) -> None:
         """Results up, acknowledgements down; ``request`` is the stream of requests."""
         await ResultStream(self._runtime, context).run(request)
-
-
-def _who(request: agents_pb2.AcquireRequest | agents_pb2.RenewRequest) -> tuple[str, str]:
-    return required(request.agent, "agent"), required(request.incarnation, "incarnation")
-
-
-def _protocol(request: agents_pb2.RegisterRequest) -> int:
-    """The highest version both speak. Raises ``VersionRefused``, ``RequestInvalid``."""
-    if not 0 < request.protocol_min <= request.protocol_max:
-        raise RequestInvalid(
-            f"protocol_min {request.protocol_min} to protocol_max {request.protocol_max} is no range of versions"
-        )
-    highest = min(request.protocol_max, PROTOCOL_MAX)
-    if highest < max(request.protocol_min, PROTOCOL_MIN):
-        raise VersionRefused(
-            f"agent {request.agent} speaks protocol {request.protocol_min} to {request.protocol_max}, this coordinator "
-            f"{PROTOCOL_MIN} to {PROTOCOL_MAX}; install the same version of fedeval on both sides"
-        )
-    return highest
-
-
-def _role(role: agents_pb2.Role.ValueType) -> Role:
-    if role == agents_pb2.ROLE_UNSPECIFIED or role not in agents_pb2.Role.values():
-        raise RequestInvalid(f"roles holds {role}, which is no role; use FORWARD, PREPROCESS or AGGREGATE")
-    return Role[agents_pb2.Role.Name(role).removeprefix("ROLE_")]
-
-
-def _capabilities(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    if len(text) > _MAX_CAPABILITIES:
-        raise RequestInvalid(f"capabilities_json has {len(text)} characters; at most {_MAX_CAPABILITIES} are allowed")
-    try:
-        value = json.loads(text)
-        # What Python reads beyond JSON (NaN, half a surrogate pair) must not reach those who ask for the nodes.
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise RequestInvalid(f"capabilities_json is not JSON: {reason(error)}") from None
-    if not isinstance(value, dict):
-        raise RequestInvalid("capabilities_json is not a JSON object")
-    return value

@@ -1,8 +1,9 @@
-"""One Report stream: results come up and are judged in order; each is acknowledged once it is durable, in order too."""
+"""Results: judged in the order in which they come up, and acknowledged in it, each once it is durable."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 
 import structlog
@@ -30,7 +31,7 @@ class ResultStream:
         """Begin with nothing received."""
         self._runtime = runtime
         self._context = context
-        self._plans = PlanAssembly()
+        self._judge = Judge(runtime)
         self._acks: asyncio.Queue[_Ack | None] = asyncio.Queue(REPORT_CREDIT)
 
     async def run(self, requests: AsyncIterator[agents_pb2.ReportRequest]) -> None:
@@ -57,7 +58,7 @@ class ResultStream:
 
     async def _read(self, requests: AsyncIterator[agents_pb2.ReportRequest]) -> None:
         async for request in requests:
-            outcome, number = await self._judge(request)
+            outcome, number = await self._judge.outcome(request)
             await self._acks.put((request.sequence, outcome, number))
 
     async def _acknowledge(self) -> None:
@@ -68,8 +69,17 @@ class ResultStream:
                 agents_pb2.ReportResponse(sequence=sequence, verdict=verdict(outcome.verdict), detail=outcome.detail)
             )
 
-    async def _judge(self, request: agents_pb2.ReportRequest) -> tuple[Outcome, int]:
-        """Return the outcome of one message and the fact to wait for."""
+
+class Judge:
+    """Has the scheduler judge results; keeps the unfinished plans of one stream, which are lost with it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Begin with no plan begun."""
+        self._runtime = runtime
+        self._plans: defaultdict[str, PlanAssembly] = defaultdict(PlanAssembly)  # by agent
+
+    async def outcome(self, request: agents_pb2.ReportRequest) -> tuple[Outcome, int]:
+        """Return the outcome of one message and the fact to wait for. Raises ``RequestInvalid``, ``Unavailable``."""
         agent = required(request.agent, "agent")
         incarnation = required(request.incarnation, "incarnation")
         job = required(request.job, "job")
@@ -82,7 +92,7 @@ class ResultStream:
             case "plan_part":
                 return await self._plan_part(agent, incarnation, job, request.plan_part)
             case "plan_failure":
-                self._plans.drop(job)
+                self._plans[agent].drop(job)
                 return await self._plan_failed(agent, incarnation, job, *_failure(request.plan_failure))
             case _:
                 raise RequestInvalid("result is missing: a partial, a failure or a part of a plan is required")
@@ -103,7 +113,7 @@ class ResultStream:
         # Read where a wrong one is refused as a part of the plan.
         shards = (shard_from_message(shard) for shard in message.shards)
         try:
-            plan = self._plans.add(job, message.manifest_json, shards, last=message.last)
+            plan = self._plans[agent].add(job, message.manifest_json, shards, last=message.last)
         except PlanRefused as error:
             failed = self._plan_failed(agent, incarnation, job, error.code, str(error))
             return _refused(agent, job, error, await failed)

@@ -6,14 +6,16 @@ import errno
 import socket
 
 import grpc.aio
-from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc, relay_pb2, relay_pb2_grpc
 from fedeval.wire.channel import is_loopback, server_options
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.core.calls import SchedulerConfig
 from coordinator.rpc.agents import AgentService
+from coordinator.rpc.calls import AgentCalls
 from coordinator.rpc.jobs import JobService
+from coordinator.rpc.relay import RelayService
 from coordinator.runtime import Runtime
 from eval_kernel.errors import ConfigError, PortTaken
 
@@ -22,6 +24,7 @@ SERVICES = (
     "",
     jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     agents_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
+    relay_pb2.DESCRIPTOR.services_by_name["RelayService"].full_name,
 )
 
 
@@ -34,7 +37,9 @@ class Server:
         self._server = grpc.aio.server(options=server_options())
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stub lacks it
         jobs_pb2_grpc.add_JobServiceServicer_to_server(JobService(runtime, identity), self._server)
-        agents_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(runtime, config, identity), self._server)
+        calls = AgentCalls(runtime, config, identity)
+        agents_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(runtime, calls), self._server)
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(RelayService(runtime, calls, identity), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self, listen: str) -> None:
