@@ -2,7 +2,8 @@
 
 Each side is a process of its own that loads its model once; then they take turns, A B A B, so that a busy machine
 hits all of them alike. Printed are medians and minima of wall and CPU time, ratios to the plain loop, perplexities,
-peak memory, start-up time, and the fraction of the machine's best matrix product that was reached (MFU).
+peak memory, start-up time, and the fraction of the machine's best matrix product that was reached (MFU). Where they
+are installed, lm-evaluation-harness and llama.cpp take turns too (``peers``).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import common
+import peers
 
 #: What each side is, as the key ``precision`` of a job; None is the plain loop.
 SIDES: dict[str, Any] = {
@@ -28,6 +31,9 @@ SIDES: dict[str, Any] = {
     "mixed": common.MIXED,
     "int8": {"default": "bf16", "attention": "int8-dynamic", "mlp": "int8-dynamic"},
     "int8+head": {"default": "bf16", "attention": "int8-dynamic", "mlp": "int8-dynamic", "head": "int8-dynamic"},
+    "w8": {"default": "int8", "compute": "bf16"},
+    "w4-g64": {"default": "int4-g64", "compute": "bf16"},
+    "8da4w": {"default": "8da4w", "compute": "bf16"},
 }
 QUICK = ["plain fp32", "fp32", "bf16", "int8"]
 
@@ -50,8 +56,13 @@ def serve(side: str, context: int, threads: int) -> None:
     found = checkpoint.find(ModelSpec(source=str(common.smollm2())), None, common.CACHE, lambda text: None)
     tokens = np.array(common.bench_tokens(found), dtype=np.int64)
     imported = time.perf_counter()
+    before = resident()
     ready = load(found, SIDES[side])
-    answer({"import": imported - started, "load": time.perf_counter() - imported, **ready.facts})
+    loaded = time.perf_counter()
+    memory = peak_resident() - before
+    ready.score([tokens[:context]])
+    times = {"import": imported - started, "load": loaded - imported, "first": time.perf_counter() - imported}
+    answer({**times, "load_peak": memory, **ready.facts})
     for line in sys.stdin:
         first, count = json.loads(line)
         windows = [tokens[w * context : (w + 1) * context] for w in range(first, first + count)]
@@ -65,6 +76,18 @@ def serve(side: str, context: int, threads: int) -> None:
                 "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             }
         )
+
+
+def resident() -> int:
+    """Bytes this process holds now; the high-water mark starts anew from here (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_resident() -> int:
+    """The high-water mark in bytes."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def answer(message: dict[str, Any]) -> None:
@@ -181,6 +204,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="windows per turn")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--lm-eval", metavar="PYTHON", help="an interpreter that has lm-evaluation-harness")
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="where llama-perplexity and llama-quantize are")
     options = parser.parse_args()
     options.context = options.context or (256 if options.quick else 1024)
     if options.side:
@@ -190,11 +215,12 @@ def main() -> None:
     rounds = options.rounds or (2 if options.quick else 5)
     names = ["plain fp32", *(options.only or [n for n in (QUICK if options.quick else SIDES) if SIDES[n]])]
     print(f"load average at the start: {os.getloadavg()[0]:.2f}; {options.threads} threads")
-    sides: list[Side] = []
+    sides: list[Any] = []
     peaks: list[dict[str, float]] = []
     try:
         for name in names:
             sides.append(Side(name, options))
+        sides += others(options)
         for r in range(rounds):
             for side in sides:
                 side.turn(r * windows, windows)
@@ -205,7 +231,27 @@ def main() -> None:
             side.close()
 
 
-def report(sides: list[Side], peaks: list[dict[str, float]], windows: int, options: argparse.Namespace) -> None:
+def others(options: argparse.Namespace) -> list[Any]:
+    """Other tools that the command line names."""
+    from eval_kernel import checkpoint
+    from eval_kernel.spec import ModelSpec
+
+    found: list[Any] = []
+    text = common.wikitext()
+    if options.lm_eval:
+        model = checkpoint.find(ModelSpec(source=str(common.smollm2())), None, common.CACHE, lambda note: None)
+        found.append(peers.LmEval(options.lm_eval, model.directory, common.bench_tokens(model), options, common.CACHE))
+    if options.llama_cpp:
+        if text is None:
+            sys.exit("bench: llama.cpp reads WikiText-2's test text: set FEDEVAL_TEST_DATA")
+        kinds = list(peers.EQUALS)[: 1 if options.quick else None]
+        found += [
+            peers.LlamaCpp(options.llama_cpp, kind, common.smollm2(), text, options, common.CACHE) for kind in kinds
+        ]
+    return found
+
+
+def report(sides: list[Any], peaks: list[dict[str, float]], windows: int, options: argparse.Namespace) -> None:
     """Print the table and the JSON line."""
     tokens = windows * options.context
     peak = {kind: max(p[kind] for p in peaks) for kind in peaks[0]}
@@ -213,29 +259,52 @@ def report(sides: list[Side], peaks: list[dict[str, float]], windows: int, optio
     print("best matrix product: " + ", ".join(f"{k} {v:.0f} GFLOP/s (worst {spread[k]:.0%})" for k, v in peak.items()))
     plain = sides[0]
     exact = next((s for s in sides if s.name == "fp32"), plain)
-    nats = {side.name: sum(t["nll"] for t in side.turns) for side in sides}
     scored = windows * (options.context - 1) * len(plain.turns)
     print(
-        f"{len(plain.turns)} x {windows} windows of {options.context} in turns, tokens/s and ratios to the plain loop:"
+        f"{len(plain.turns)} x {windows} windows of {options.context} in turns, tokens/s and ratios to the plain loop; "
+        "start: loading, loading and first window, memory over the bare process while loading"
     )
     print(
-        f"{'side':11s}{'median':>8s}{'best':>8s}{'ratio':>8s}{'of best':>8s}{'of CPU':>8s}{'MFU':>6s}{'peak MB':>9s}"
-        f"{'model MB':>9s}{'load s':>8s}{'rel. ppl':>10s}  kernel"
+        f"{'side':15s}{'median':>7s}{'best':>7s}{'ratio':>7s}{'of best':>8s}{'of CPU':>7s}{'MFU':>5s}{'peak MB':>8s}"
+        f"{'model MB':>9s}{'load s':>7s}{'first s':>8s}{'load MB':>8s}{'rel. ppl':>10s}  kernel"
     )
     figures = {}
     for side in sides:
         row = compare(side, plain, tokens)
-        per_token = common.flops_per_token(side.facts["flops"], options.context)
-        kind = "fp32" if side.name.endswith("fp32") else "bf16"
+        per_token = common.flops_per_token(plain.facts["flops"], options.context)
+        kind = "fp32" if side.name.lower().endswith(("fp32", "f32")) else "bf16"
         row["mfu"] = row["best"] * per_token / 1e9 / peak[kind]
-        row["relative_ppl"] = math.expm1((nats[side.name] - nats[exact.name]) / scored)
-        figures[side.name] = row | {"peak_mb": side.turns[-1]["peak"] / 1e6, "load_seconds": side.facts["load"]}
+        if "nll" in side.turns[0]:
+            nats = [sum(t["nll"] for t in s.turns) for s in (side, exact)]
+            row["relative_ppl"] = math.expm1((nats[0] - nats[1]) / scored)
+        if "peak" in side.turns[-1]:
+            row["peak_mb"] = side.turns[-1]["peak"] / 1e6
+        for key, name, unit in (("load", "load_s", 1), ("first", "first_s", 1), ("load_peak", "load_mb", 1e6)):
+            if key in side.facts:
+                row[name] = side.facts[key] / unit
+        figures[side.name] = row
         print(
-            f"{side.name:11s}{row['median']:8.0f}{row['best']:8.0f}{row['ratio']:8.2f}{row['best_ratio']:8.2f}"
-            f"{row['cpu_ratio']:8.2f}{row['mfu']:6.0%}{side.turns[-1]['peak'] / 1e6:9.0f}"
-            f"{side.facts['bytes'] / 1e6:9.0f}{side.facts['load']:8.1f}{row['relative_ppl']:+10.3%}  "
-            + side.facts["kernel"]
+            f"{side.name:15s}{row['median']:7.0f}{row['best']:7.0f}{row['ratio']:7.2f}{row['best_ratio']:8.2f}"
+            + cell(row, "cpu_ratio", "7.2f")
+            + f"{row['mfu']:5.0%}"
+            + cell(row, "peak_mb", "8.0f")
+            + f"{side.facts['bytes'] / 1e6:9.0f}"
+            + cell(row, "load_s", "7.1f")
+            + cell(row, "first_s", "8.1f")
+            + cell(row, "load_mb", "8.0f")
+            + cell(row, "relative_ppl", "+10.3%")
+            + f"  {side.facts['kernel']}"
         )
+    for kind, ours in peers.EQUALS.items():
+        peer = figures.get(f"llama.cpp {kind}")
+        if peer and ours in figures:
+            times = figures[ours]["median"] / peer["median"], figures[ours]["best"] / peer["best"]
+            print(f"{ours} against llama.cpp {kind}: {times[0]:.2f} x (of medians), {times[1]:.2f} x (of the best)")
+            figures[ours][f"to_llama_{kind}"] = times[0]
+    if "lm-eval fp32" in figures:
+        times = exact.name, figures[exact.name]["median"] / figures["lm-eval fp32"]["median"]
+        print(f"{times[0]} against lm-eval fp32: {times[1]:.2f} x (of medians)")
+        figures[exact.name]["to_lm_eval"] = times[1]
     print(f"load average at the end: {os.getloadavg()[0]:.2f}")
     common.finish(
         {
@@ -250,16 +319,24 @@ def report(sides: list[Side], peaks: list[dict[str, float]], windows: int, optio
     )
 
 
-def compare(side: Side, plain: Side, tokens: int) -> dict[str, float]:
+def cell(row: dict[str, float], key: str, form: str) -> str:
+    """A column of the table, blank where a side has no such figure."""
+    width = int(form.lstrip("+").split(".")[0])
+    return format(row[key], form) if key in row else " " * width
+
+
+def compare(side: Any, plain: Side, tokens: int) -> dict[str, float]:
     """Tokens/s of a side, and ratios to the plain loop: of medians, of minima, and of the least CPU time."""
-    wall, other = [t["wall"] for t in side.turns], [t["wall"] for t in plain.turns]
-    return {
+    wall, other = [t["wall"] * tokens / t.get("tokens", tokens) for t in side.turns], [t["wall"] for t in plain.turns]
+    row = {
         "median": tokens / statistics.median(wall),
         "best": tokens / min(wall),
         "ratio": statistics.median(other) / statistics.median(wall),
         "best_ratio": min(other) / min(wall),
-        "cpu_ratio": min(t["cpu"] for t in plain.turns) / min(t["cpu"] for t in side.turns),
     }
+    if "cpu" in side.turns[0]:
+        row["cpu_ratio"] = min(t["cpu"] for t in plain.turns) / min(t["cpu"] for t in side.turns)
+    return row
 
 
 if __name__ == "__main__":

@@ -22,9 +22,12 @@ pytestmark = pytest.mark.skipif(
 
 
 def start(directory: Path, *options: str) -> Process:
-    """Start the demo, marked with the directory's name."""
+    """Start the demo, marked with the directory. Where this process ignores SIGINT, as shells make jobs in the
+    background do, the demo would inherit that."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "coordinator", "demo", "--out", str(directory / "out"), *options]
-    return Process("demo", command, directory / "demo.log", {**os.environ, MARK: directory.name})
+    return Process("demo", command, directory / "demo.log", {**os.environ, MARK: str(directory)})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -33,14 +36,16 @@ def test_a_demo_that_is_stopped_leaves_no_process(number: signal.Signals, tmp_pa
     demo = start(tmp_path)
     try:
         asyncio.run(until(lambda: "two agents start" in demo.log.read_text(), 30))
-        asyncio.run(until(lambda: len(marked(tmp_path.name)) >= 4, 30))
+        asyncio.run(until(lambda: len(marked(str(tmp_path))) >= 4, 30))
         os.kill(demo.pid, number)
 
         assert 130 == demo.wait(30)
-        assert {} == marked(tmp_path.name)
+        assert {} == marked(str(tmp_path))
         assert "Traceback" not in demo.log.read_text()
     finally:
         demo.end_group()
+        for pid in marked(str(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_missing_model_is_one_line_with_the_command_to_run(tmp_path: Path) -> None:
@@ -82,6 +87,6 @@ def test_the_proof_holds(tmp_path: Path) -> None:
         assert 9 == sum(line.startswith("  yes  ") for line in text.partition("THE PROOF")[2].splitlines())
         assert json.loads((tmp_path / "out" / "report.json").read_text())["complete"]
         assert (tmp_path / "out" / "report.html").is_file()
-        assert {} == marked(tmp_path.name)
+        assert {} == marked(str(tmp_path))
     finally:
         demo.end_group()
