@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import structlog
@@ -70,7 +70,7 @@ class Runtime:
             on_trouble=self._journal_trouble,
         )
         self._changed = asyncio.Event()
-        self._work = asyncio.Event()
+        self._asking: dict[str, asyncio.Event] = {}  # agents that wait for work
         self._offers = scheduler.offers
 
     # ------------------------------------------------------------ deciding
@@ -104,9 +104,12 @@ class Runtime:
     def touch(self) -> None:
         """After a call of the scheduler: wake those who watch, and if it has something new to offer, those who ask."""
         _pulse(self._changed)
+        wakes = self.scheduler.wakes()
         if self.scheduler.offers != self._offers:
             self._offers = self.scheduler.offers
-            _pulse(self._work)
+            self._wake(self._asking)
+        else:
+            self._wake(wakes)
 
     async def submit(self, job: str, key: str, spec_json: str, name: str) -> Submitted:
         """Submit and wait until it is durable."""
@@ -146,9 +149,16 @@ class Runtime:
         """Wait for a change of anything, for ``timeout`` seconds at most. Raises ``Unavailable`` when stopping."""
         await self._wait(self._changed, timeout)
 
-    async def work(self, timeout: float) -> None:
-        """Wait until there may be something new to do, for ``timeout`` seconds at most."""
-        await self._wait(self._work, timeout)
+    async def work(self, agent: str, timeout: float) -> None:
+        """Wait until there may be something new for an agent to do, for ``timeout`` seconds at most."""
+        await self._wait(self._asking.setdefault(agent, asyncio.Event()), timeout)
+
+    def _wake(self, agents: Iterable[str]) -> None:
+        """Have agents that wait for work ask again."""
+        for agent in list(agents):
+            event = self._asking.pop(agent, None)
+            if event is not None:
+                event.set()
 
     async def _wait(self, event: asyncio.Event, timeout: float) -> None:
         self._raise_if_stopping()
@@ -184,7 +194,7 @@ class Runtime:
         self.stopping.set()
         self._on_serving(False)
         _pulse(self._changed)
-        _pulse(self._work)
+        self._wake(self._asking)
 
     async def close(self) -> bool:
         """Write what was decided, as far as the time for that goes; return whether everything is durable."""

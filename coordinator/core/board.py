@@ -13,7 +13,10 @@ from coordinator.core.calls import PLANNING, Holding, NodeInfo
 from coordinator.core.facts import Fact, Facts
 from coordinator.core.jobs import Job, Shard
 from coordinator.core.nodes import Lease, Node
+from coordinator.core.queueing import Shares
+from coordinator.core.speculation import Tails
 from coordinator.core.states import JobState, NodeEvent, NodeState, Role, ShardState
+from coordinator.core.throughput import Fleet, Fleets
 from eval_kernel.errors import FedevalError, JournalCorrupt, NotRegistered, StaleIncarnation, UnknownJob
 
 
@@ -25,8 +28,15 @@ class Board:
         self.jobs: dict[str, Job] = {}  # in order of submission
         self.keys: dict[str, str] = {}  # client key -> job
         self.nodes: dict[str, Node] = {}
+        self.open: dict[str, Job] = {}  # those that are not settled, in order of submission
         self.nodes_changed = 0
+        self.members = 0  # grows when a node comes or goes, or may or may not take a job any more
         self.offers = 0
+        self.wakes: set[str] = set()  # agents that were given nothing, and may be given something now
+        self.held_back: set[str] = set()  # agents that asked and were given nothing
+        self.fleets = Fleets()
+        self.shares = Shares()
+        self.tails = Tails()
         self.draining = False
         self._lease_seconds = lease_seconds
         self._superseded: dict[str, set[str]] = {}  # agent -> incarnations that have been replaced
@@ -55,8 +65,9 @@ class Board:
         if isinstance(fact, f.JobSubmitted):
             if fact.job in self.jobs or fact.key in self.keys:
                 raise ValueError(f"the job {fact.job} or its key {fact.key!r} was used before")
-            self.jobs[fact.job] = Job(fact, len(self.jobs))
+            self.jobs[fact.job] = self.open[fact.job] = Job(fact, len(self.jobs))
             self.keys[fact.key] = fact.job
+            self.shares.enter(self.jobs[fact.job])
             self.offers += 1
             return
         job = self.jobs[fact.job]
@@ -66,15 +77,20 @@ class Board:
                 self.return_job(job, self.nodes.values())
             case f.JobPlanned():
                 self.offers += 1
-                self._drop(job.plan_lease)
+                if job.plan_lease is not None:
+                    self._drop(job, job.plan_lease)
                 job.plan_lease = None
             case f.ShardCommitted() | f.ShardFailed(gives_up=True) | f.ShardExpired(gives_up=True):
                 shard = job.shards[fact.shard]
-                self._drop(shard.lease)
-                shard.lease = None
-        if job.settled:
+                for lease in shard.leases:
+                    self._drop(job, lease)
+                    job.end_lease(shard, lease)
+        if job.settled and self.open.pop(fact.job, None) is not None:
+            self.fleets.forget(fact.job)
+            self.tails.forget(fact.job)
+            self.shares.leave(job)
             for node in self.nodes.values():
-                node.forget(fact.job)
+                node.refusals.pop(fact.job, None)
 
     def durable(self) -> list[dict[str, Any]]:
         """Return what the facts came to, in canonical form: equal before a crash and after the replay."""
@@ -108,6 +124,7 @@ class Board:
         if node.state is NodeState.SUSPECT:
             node.advance(NodeEvent.HEAR)
             self.nodes_changed += 1
+            self.members += 1
         return node
 
     # ------------------------------------------------------------ nodes and leases
@@ -121,6 +138,7 @@ class Board:
         if info.incarnation in superseded:
             raise StaleIncarnation(_stale(info.agent))
         self.nodes_changed += 1
+        self.members += 1
         old = self.nodes.get(info.agent)
         if old is None:
             self.nodes[info.agent] = Node(info, now)
@@ -134,6 +152,7 @@ class Board:
         interrupted = old.running if old.running in old.leases else None
         for lease in list(old.leases.values()):
             self.give_back(lease)
+        self.shares.place(info.agent, "")
         fresh = self.nodes[info.agent] = Node(info, now)
         fresh.shards_done = old.shards_done
         return interrupted
@@ -142,12 +161,20 @@ class Board:
         """Give a shard, or (``None``) the planning of the job, to a node."""
         holding = Holding(job.id, PLANNING if shard is None else shard.plan.index)
         lease = Lease(node.agent, holding, now + self._lease_seconds)
+        if not node.leases:
+            node.busy_since = now
         if shard is None:
             job.plan_lease = lease
             job.plan_granted.add(node.agent)
             job.changed += 1
         else:
+            lease.cost = shard.plan.input_tokens
+            rate = node.rate(job.key)
+            lease.charge = lease.cost / rate if rate > 0 else 0.0
             job.lease_shard(shard, lease)
+            job.served = now
+            self.shares.hold(job, lease.charge)
+            self.shares.place(node.agent, job.key)
         node.leases[holding] = lease
 
     def extend(self, node: Node, holding: Holding, now: float) -> bool:
@@ -168,9 +195,13 @@ class Board:
         elif 0 <= holding.shard < len(job.shards):
             shard = job.shards[holding.shard]
             # A node that has just reported a failure of the shard may still name it in a call on its way.
-            free = shard.state is ShardState.WAITING and node.agent not in shard.failed_on
-            if free and self._able(node, job, Role.FORWARD, now):
+            able = node.agent not in shard.failed_on and self._able(node, job, Role.FORWARD, now)
+            if able and shard.state is ShardState.WAITING:
                 job.adopt(shard)
+                self.lease(node, job, shard, now)
+                return True
+            # What was taken from it as not begun had begun: now there are two at it.
+            if able and holding == node.running and len(shard.leases) == 1:
                 self.lease(node, job, shard, now)
                 return True
         return False
@@ -178,13 +209,49 @@ class Board:
     def give_back(self, lease: Lease) -> None:
         """End a lease: its work waits again."""
         self.offers += 1
-        self._drop(lease)
         job = self.jobs[lease.holding.job]
+        self._drop(job, lease)
         if lease.holding.shard == PLANNING:
             job.plan_lease = None
             job.changed += 1
         else:
-            job.return_shard(job.shards[lease.holding.shard])
+            job.return_shard(job.shards[lease.holding.shard], lease)
+
+    def take_over(self, node: Node, job: Job, shard: Shard, now: float) -> None:
+        """Give a node a shard that another one holds and has not begun: that one learns it from its next heartbeat."""
+        (old,) = shard.leases
+        self.lease(node, job, shard, now)
+        self._drop(job, old)
+        job.return_shard(shard, old)
+
+    def hold_back(self, node: Node) -> None:
+        """Note that a node asked and was given nothing: there may be something for it soon."""
+        node.held_back = True
+        self.held_back.add(node.agent)
+
+    def freed(self, node: Node) -> None:
+        """A node has finished something: if it asked in vain before, it should ask again."""
+        if node.held_back:
+            node.held_back = False
+            self.held_back.discard(node.agent)
+            self.wakes.add(node.agent)
+
+    def look_again(self, now: float) -> None:
+        """Have the nodes that asked in vain ask again while others still hold something."""
+        if self.held_back and any(job.counts[ShardState.SCORING] for job in self.open.values()):
+            self.wakes |= self.held_back
+            self.held_back.clear()
+
+    def gone(self, node: Node) -> None:
+        """A node has come back, fallen silent or left."""
+        self.members += 1
+        if not node.connected:
+            self.held_back.discard(node.agent)
+            self.shares.place(node.agent, "")
+
+    def fleet(self, job: Job, now: float) -> Fleet:
+        """Return the nodes that may score a job."""
+        return self.fleets.of(job.id, job.key, self.nodes.values(), self.members, now)
 
     def return_job(self, job: Job, nodes: Iterable[Node]) -> None:
         """End all leases on a job that these nodes hold."""
@@ -192,10 +259,10 @@ class Board:
             for lease in [lease for holding, lease in node.leases.items() if holding.job == job.id]:
                 self.give_back(lease)
 
-    def _drop(self, lease: Lease | None) -> None:
+    def _drop(self, job: Job, lease: Lease) -> None:
         """Remove a lease from its node."""
-        if lease is not None:
-            del self.nodes[lease.agent].leases[lease.holding]
+        del self.nodes[lease.agent].leases[lease.holding]
+        self.shares.release(job, lease.charge)
 
     def _able(self, node: Node, job: Job, role: Role, now: float) -> bool:
         """Whether a node may go on with work it has; a draining one may."""

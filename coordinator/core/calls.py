@@ -24,7 +24,10 @@ class SchedulerConfig:
     heartbeat_seconds: float = 5.0  # how often agents are told to renew
     suspect_after_seconds: float = 15.0  # silence that makes a node SUSPECT; after a whole lease it is LOST
     max_tries: int = 3  # failures of a shard, or of planning a job; twice as many expiries
-    target_seconds: float = 10.0  # wanted duration of one assignment
+    target_seconds: float = 10.0  # the longest duration of one assignment: what a lost node costs at most
+    max_jobs_per_node: int = 2  # whose shards a node may hold at a time: one being scored, one to follow
+    ageing_seconds: float = 600.0  # waiting so long without a node counts like one more of priority
+    switch_seconds: float = 60.0  # seconds of nodes by which a submitter may be ahead for the sake of a loaded model
     access_retry_seconds: float = 60.0  # how long a node that cannot run a job is not asked again
 
     def __post_init__(self) -> None:
@@ -93,6 +96,7 @@ class RenewAnswer:
     lost: tuple[Holding, ...]  # another agent's, done, or given up
     settled_jobs: tuple[str, ...]  # settled or unknown: drop all work on them
     drain: bool  # nothing new will be given
+    done: tuple[Holding, ...] = ()  # of those lost: running, yet committed by another agent; to go on is no use
 
 
 class Verdict(Enum):

@@ -38,13 +38,23 @@ Facts = tuple[Fact, ...]
 
 @dataclass(frozen=True, slots=True)
 class JobSubmitted(Fact):
-    """A job was accepted under a client's key."""
+    """A job was accepted under a client's key. What has its default is not written."""
 
     kind = "job_submitted"
     key: str
     name: str
     spec_json: str
     at: float
+    submitter: str = ""  # whose fair share it is charged to
+    priority: int = 0  # higher goes first
+    max_nodes: int = 0  # that may work on it at a time; 0: any number
+    fresh: bool = False  # nothing is taken from an equal job of before
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict: one that an older version reads too, where nothing newer was asked for."""
+        optional = ("submitter", "priority", "max_nodes", "fresh")
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "job"}
+        return {name: value for name, value in kept.items() if value or name not in optional}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from coordinator.core.calls import PLANNING, Holding
@@ -44,7 +45,10 @@ def _shards(job: Job) -> None:
     for shard in job.shards:
         who = f"shard {job.id}/{shard.plan.index} ({shard.state.name})"
         recount[shard.state] += 1
-        assert (shard.state is ShardState.SCORING) == (shard.lease is not None), f"{who} has the lease {shard.lease}"
+        holders = [lease.agent for lease in shard.leases]
+        assert (shard.state is ShardState.SCORING) == bool(holders), f"{who} is held by {holders}"
+        assert len(holders) <= 2, f"{who} is held by {holders}"
+        assert len(holders) == len(set(holders)), f"{who} is held by {holders}"
         committed = shard.plan.index in job.commits
         assert (shard.state is ShardState.COMMITTED) == committed, f"{who} is committed: {committed}"
         assert committed == job.tally.has(shard.plan.index), f"{who} is in the tally: {not committed}"
@@ -52,6 +56,10 @@ def _shards(job: Job) -> None:
             assert shard.failure is not None, f"{who} has no reason"
         assert (shard.failure is None) == (shard.failures + shard.expiries == 0), f"{who} has tries without a reason"
     assert recount == job.counts, f"job {job.id} counts {job.counts}, its shards are {recount}"
+    cost = dict.fromkeys(ShardState, 0)
+    for shard in job.shards:
+        cost[shard.state] += shard.plan.input_tokens
+    assert cost == job.cost, f"job {job.id} has input tokens {job.cost}, its shards {cost}"
     waiting = {shard.plan.index for shard in job.shards if shard.state is ShardState.WAITING}
     assert waiting == job.queued(), f"job {job.id}: waiting shards {waiting ^ job.queued()} are not the queue's"
     if job.settled:
@@ -79,19 +87,21 @@ def _sums(job: Job) -> None:
 
 
 def _leases(jobs: Mapping[str, Job], nodes: Mapping[str, Node]) -> None:
-    ours: dict[Holding, Lease] = {}
+    ours: dict[tuple[str, Holding], Lease] = {}
     for job in jobs.values():
         if job.plan_lease is not None:
-            ours[Holding(job.id, PLANNING)] = job.plan_lease
-        ours |= {Holding(job.id, s.plan.index): s.lease for s in job.shards if s.lease is not None}
-    theirs: dict[Holding, Lease] = {}
+            ours[job.plan_lease.agent, Holding(job.id, PLANNING)] = job.plan_lease
+        held = {(lease.agent, Holding(job.id, s.plan.index)): lease for s in job.shards for lease in s.leases}
+        ours |= held
+        holders = Counter(agent for agent, _ in held)
+        assert holders == job.holders, f"job {job.id} is held by {holders}, it says by {job.holders}"
+    theirs: dict[tuple[str, Holding], Lease] = {}
     for name, node in nodes.items():
         assert node.agent == name, f"node {name} calls itself {node.agent}"
         for holding, lease in node.leases.items():
             assert lease.agent == name, f"node {name} holds {holding}, leased to {lease.agent}"
             assert holding == lease.holding, f"node {name} holds {holding} by a lease on {lease.holding}"
-            assert holding not in theirs, f"{holding} is held by {name} and by {theirs[holding].agent}"
-            theirs[holding] = lease
+            theirs[name, holding] = lease
         if node.state in (NodeState.LOST, NodeState.LEFT):
             assert not node.leases, f"node {name} is {node.state.name} and holds {list(node.leases)}"
     assert ours == theirs, f"jobs know leases {ours.keys() - theirs.keys()}, nodes {theirs.keys() - ours.keys()}"

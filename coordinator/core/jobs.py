@@ -20,6 +20,7 @@ from coordinator.core.states import (
     ShardState,
     advance,
 )
+from coordinator.core.throughput import work_key
 from coordinator.core.views import Commit, Failure
 from eval_kernel.errors import IllegalTransition
 from eval_kernel.partial import Partial
@@ -31,9 +32,9 @@ CANCELLED, NO_REASON = "CANCELLED", "no reason was given"
 
 
 class Shard:
-    """One shard: its state, its tries by kind, and its lease if someone holds one."""
+    """One shard: its state, its tries by kind, and who holds it."""
 
-    __slots__ = ("expiries", "failed_on", "failure", "failures", "granted", "lease", "plan", "state")
+    __slots__ = ("expiries", "failed_on", "failure", "failures", "granted", "leases", "plan", "state")
 
     def __init__(self, plan: ShardPlan) -> None:
         """Begin as WAITING."""
@@ -43,8 +44,8 @@ class Shard:
         self.expiries = 0
         self.failure: Failure | None = None  # the last failure or expiry
         self.failed_on: frozenset[str] = frozenset()
-        # Soft: who holds the lease, and who was given one and has not failed since.
-        self.lease: Lease | None = None
+        # Soft: who holds leases (at most two), and who was given one and has not failed since.
+        self.leases: tuple[Lease, ...] = ()
         self.granted: frozenset[str] = frozenset()
 
 
@@ -55,6 +56,8 @@ class Job:
         """Begin as PLANNING; ``number`` orders jobs by age."""
         self.submitted = fact
         self.number = number
+        self.key = work_key(fact.spec_json)  # what a node's speed on it depends on
+        self.submitter, self.priority, self.max_nodes = fact.submitter, fact.priority, fact.max_nodes
         self.state = JobState.PLANNING
         self.failure: Failure | None = None
         self.settled_at: float | None = None
@@ -68,6 +71,7 @@ class Job:
         self.shard_expiries = 0
         self.shards: list[Shard] = []
         self.counts = dict.fromkeys(ShardState, 0)
+        self.cost = dict.fromkeys(ShardState, 0)  # input tokens, by state
         self.tally = Tally()
         self.commits: dict[int, Commit] = {}
         self.input_tokens_done = 0
@@ -77,6 +81,8 @@ class Job:
         # Soft.
         self.plan_lease: Lease | None = None
         self.plan_granted: set[str] = set()
+        self.holders: dict[str, int] = {}  # agent -> shards it holds
+        self.served = fact.at  # when it was given a node last
         self.duplicates = 0
         self.refused = 0
         self.changed = 1
@@ -111,6 +117,7 @@ class Job:
                 self.plan, self.plan_digest, self.planned_by = fact.plan, digest, fact.agent
                 self.shards = [Shard(plan) for plan in fact.plan.shards]
                 self.counts[ShardState.WAITING] = len(self.shards)
+                self.cost[ShardState.WAITING] = sum(shard.plan.input_tokens for shard in self.shards)
                 self._waiting = list(range(len(self.shards)))
             case f.ShardCommitted():
                 self._commit(fact)
@@ -194,18 +201,29 @@ class Job:
     # ------------------------------------------------------------ soft
 
     def lease_shard(self, shard: Shard, lease: Lease) -> None:
-        """Give a WAITING shard to the lease's agent."""
-        self._move(shard, ShardEvent.LEASE)
-        shard.lease = lease
+        """Give a shard to the lease's agent: a WAITING one, or one that another agent holds already."""
+        self._move(shard, ShardEvent.SHARE if shard.leases else ShardEvent.LEASE)
+        shard.leases += (lease,)
         shard.granted |= {lease.agent}
+        self.holders[lease.agent] = self.holders.get(lease.agent, 0) + 1
         self.changed += 1
 
-    def return_shard(self, shard: Shard) -> None:
-        """Take a SCORING shard back, to be given out again."""
-        self._move(shard, ShardEvent.RETURN)
-        shard.lease = None
-        heapq.heappush(self._waiting, shard.plan.index)
+    def return_shard(self, shard: Shard, lease: Lease) -> None:
+        """End a lease on a SCORING shard: with the last one it waits to be given out again."""
+        self._move(shard, ShardEvent.UNSHARE if len(shard.leases) > 1 else ShardEvent.RETURN)
+        self.end_lease(shard, lease)
+        if not shard.leases:
+            heapq.heappush(self._waiting, shard.plan.index)
         self.changed += 1
+
+    def end_lease(self, shard: Shard, lease: Lease) -> None:
+        """Forget a lease; the shard's state is the caller's affair."""
+        shard.leases = tuple(other for other in shard.leases if other is not lease)
+        left = self.holders[lease.agent] - 1
+        if left:
+            self.holders[lease.agent] = left
+        else:
+            del self.holders[lease.agent]
 
     def take(self, count: int, tokens: float, avoid: Callable[[Shard], bool]) -> list[Shard]:
         """Remove the first WAITING shards from the queue: at most ``count``, about ``tokens`` input tokens, at least 1.
@@ -251,6 +269,8 @@ class Job:
         state = advance(SHARD_TABLE, shard.state, event)
         self.counts[shard.state] -= 1
         self.counts[state] += 1
+        self.cost[shard.state] -= shard.plan.input_tokens
+        self.cost[state] += shard.plan.input_tokens
         shard.state = state
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of one node: its life, its leases, its speed, what it cannot run. Soft, never journaled."""
+"""What is remembered of one node: its life, its leases, its speeds, what it cannot run. Soft, never journaled."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class Lease:
     agent: str
     holding: Holding
     expires: float
+    cost: int = 0  # input tokens
+    charge: float = 0.0  # seconds that the job's submitter is charged with while it lasts
+    audit: bool = False  # a second opinion on a shard that is committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,23 @@ class Node:
         """Begin as ACTIVE, just heard."""
         self.info = info
         self.state = NodeState.ACTIVE
+        self.since = now
         self.heard = now
         self.activity = ""
         self.running: Holding | None = None
-        self.leases: dict[Holding, Lease] = {}
+        self.leases: dict[Holding, Lease] = {}  # in order of granting, which is the order of working
         self.refusals: dict[str, Refusal] = {}
-        self.speeds: dict[str, Speed] = {}
-        self.last_job = ""
+        self.speeds: dict[str, Speed] = {}  # by model and precision (throughput.work_key)
+        self.loading: dict[str, float] = {}  # seconds that loading took, likewise
+        self.loaded = ""  # what it has loaded, likewise
+        self.proven: set[str] = set()  # what it has computed as others do, likewise
+        self.last_key = ""
         self.shards_done = 0
+        self.busy_seconds = 0.0  # scoring, as its results say
+        self.busy_since = now  # when it began what it is doing now, as far as is known
+        self.held_back = False  # it asked and was given nothing
+        self.placed: dict[str, str] = {}  # job -> why it was given shards of it last
+        self.quiet_until = 0.0  # no lease runs out before
 
     @property
     def agent(self) -> str:
@@ -86,19 +98,22 @@ class Node:
         refusal = self.refusals.get(job)
         return refusal if refusal is not None and now < refusal.until else None
 
-    def rate(self, job: str) -> float:
-        """Input tokens a second on this job; 0.0 when not measured yet."""
-        speed = self.speeds.get(job)
+    def rate(self, key: str) -> float:
+        """Input tokens a second with this model and precision; 0.0 when not measured yet."""
+        speed = self.speeds.get(key)
         return 0.0 if speed is None else speed.rate
 
-    def finished(self, job: str, tokens: int, seconds: float) -> None:
-        """Count a shard of ``tokens`` input tokens that was accepted from this node."""
-        self.shards_done += 1
-        self.last_job = job
-        self.speeds.setdefault(job, Speed()).measured(tokens, seconds)
+    def measured(self, key: str, tokens: int, seconds: float, now: float) -> None:
+        """Take a result into account, whatever becomes of it: so many input tokens took so many seconds."""
+        if key != self.loaded:
+            # What the time since it began does not explain went into loading the model.
+            self.loading[key] = max(0.0, now - self.busy_since - seconds)
+            self.loaded = key
+        self.last_key = key
+        self.busy_since = now
+        self.busy_seconds += seconds
+        self.speeds.setdefault(key, Speed()).measured(tokens, seconds)
 
-    def forget(self, job: str) -> None:
-        """Drop what was remembered about a job that is settled."""
-        self.refusals.pop(job, None)
-        if job != self.last_job:
-            self.speeds.pop(job, None)
+    def held_cost(self) -> int:
+        """Input tokens of the shards that it holds."""
+        return sum(lease.cost for lease in self.leases.values())

@@ -1,69 +1,74 @@
-"""Who is given what: the order of jobs for a node, and how many shards at once. Changes nothing but queues.
+"""What a node that asks is given: planning, then waiting shards, then what others hold too long. Changes nothing.
 
-An assignment should take about ``target_seconds`` at the node's measured speed on this job; the first one is a single
-shard. Near the end assignments shrink (guided self-scheduling: at most a node's half share of what is left), so that
-no node sits on work that others could do.
+The order of jobs is queueing's, the amount leasing's, taking over from others speculation's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 
+from coordinator.core.board import Board
 from coordinator.core.calls import PLANNING, SchedulerConfig
 from coordinator.core.jobs import Job, Shard
+from coordinator.core.leasing import better_elsewhere, lot
 from coordinator.core.nodes import Node
+from coordinator.core.queueing import offers, within_limits
 from coordinator.core.states import JobState, NodeState, Role, ShardState
+from coordinator.core.throughput import may_score
 
 
-def may_take(node: Node, job: Job, role: Role, now: float) -> bool:
-    """Whether new work of a job may go to a node."""
-    return node.state is NodeState.ACTIVE and node.has(role) and node.refuses(job.id, now) is None
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Shards of one job for a node, and why. ``stolen`` are taken from who holds them, the others are not."""
+
+    job: Job
+    shards: tuple[Shard, ...]
+    why: str
+    stolen: frozenset[int] = frozenset()
 
 
 def job_to_plan(node: Node, jobs: Iterable[Job], now: float) -> Job | None:
-    """Return the oldest job that waits to be planned and that this node may plan.
+    """Return the job that waits to be planned and that this node may plan: the most urgent, then the oldest.
 
     Planning goes before scoring: it is short, and it opens a job to all nodes. A node plans one job at a time.
     """
     if any(holding.shard == PLANNING for holding in node.leases):
         return None
-    for job in jobs:
-        if job.state is JobState.PLANNING and job.plan_lease is None and may_take(node, job, Role.PREPROCESS, now):
-            return job
-    return None
+    able = [job for job in jobs if job.state is JobState.PLANNING and job.plan_lease is None and _may(node, job, now)]
+    return min(able, key=lambda job: (-job.priority, job.number), default=None)
 
 
 def shards_to_score(
-    node: Node,
-    jobs: Iterable[Job],
-    nodes: Collection[Node],
-    config: SchedulerConfig,
-    max_shards: int,
-    loaded_job: str,
-    now: float,
-) -> tuple[Job, list[Shard]] | None:
-    """Take shards for the node from the queue of one job: the loaded one if it has any, else the oldest."""
-    open_jobs = [job for job in jobs if job.state is JobState.RUNNING and job.counts[ShardState.WAITING]]
-    for job in sorted(open_jobs, key=lambda job: (job.id != loaded_job, job.number)):
-        if not may_take(node, job, Role.FORWARD, now):
+    node: Node, board: Board, config: SchedulerConfig, max_shards: int, loaded_job: str, now: float
+) -> Choice | None:
+    """Take shards for the node from the queue of one job, or choose some that others hold; ``None``: none now."""
+    running = [job for job in board.open.values() if job.state is JobState.RUNNING]
+    nodes = board.nodes
+    for offer in offers(node, running, nodes, board.shares, config, loaded_job, now):
+        job = offer.job
+        much = lot(node, job, board.fleet(job, now), config, max_shards)
+        if much is None:
             continue
-        able = [other for other in nodes if may_take(other, job, Role.FORWARD, now)]
-        rate = node.rate(job.id)
-        count = min(max_shards, guided(job, len(able))) if rate > 0 else 1
-        shards = job.take(count, rate * config.target_seconds, partial(better_elsewhere, node=node, able=able))
+        avoid = partial(better_elsewhere, node=node, job=job, nodes=nodes.values(), now=now)
+        shards = job.take(min(max_shards, much.shards), much.tokens, avoid)
         if shards:
-            return job, shards
+            return Choice(job, tuple(shards), offer.why)
+    if node.leases:
+        return None  # what others hold is for those who have nothing
+    for job in sorted(running, key=lambda job: (job.key != node.loaded, -job.priority, job.number)):
+        if job.counts[ShardState.SCORING] and may_score(node, job.id, now) and within_limits(node, job, config):
+            fleet, load = board.fleet(job, now), board.shares.load_seconds(job.key)
+            taken = board.tails.takeovers(node, job, nodes, fleet, load, max_shards, now)
+            if taken:
+                stolen = frozenset(item.shard.plan.index for item in taken if item.steal)
+                holders = ", ".join(sorted({item.holder for item in taken}))
+                return Choice(
+                    job, tuple(item.shard for item in taken), f"it will be done sooner than {holders}", stolen
+                )
     return None
 
 
-def guided(job: Job, able: int) -> int:
-    """Return the most shards of one assignment with ``able`` nodes at work: half a share of what waits, or one."""
-    return max(1, job.counts[ShardState.WAITING] // (2 * max(1, able)))
-
-
-def better_elsewhere(shard: Shard, node: Node, able: Iterable[Node]) -> bool:
-    """Whether the shard failed on this node and a node that is able to take it has not tried it yet."""
-    if node.agent not in shard.failed_on:
-        return False
-    return any(other.agent not in shard.failed_on for other in able)
+def _may(node: Node, job: Job, now: float) -> bool:
+    return node.state is NodeState.ACTIVE and node.has(Role.PREPROCESS) and node.refuses(job.id, now) is None

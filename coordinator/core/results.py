@@ -52,6 +52,7 @@ class Results:
         commit = found.commits.get(index)
         if commit is not None and commit.digest == partial_digest(scored.partial):
             found.duplicates += 1
+            self._measured(node, found, shard, scored, now)
             return Outcome(Verdict.DUPLICATE, f"shard {index} has this result from agent {commit.agent}")
         if problem is not None:
             found.refused += 1
@@ -59,7 +60,8 @@ class Results:
             return Outcome(Verdict.REFUSED, problem, facts)
         if commit is not None:
             return self._diverged(agent, found, commit, scored, now)
-        node.finished(job, shard.plan.input_tokens, scored.execution.seconds)
+        self._measured(node, found, shard, scored, now)
+        node.shards_done += 1
         facts = self._board.record(f.ShardCommitted(job, agent, scored, now))
         return Outcome(Verdict.ACCEPTED, "", facts + self._fail_if_exhausted(found, now))
 
@@ -125,6 +127,15 @@ class Results:
 
     # ------------------------------------------------------------ what follows from a call
 
+    def _measured(self, node: Node, job: Job, shard: Shard, scored: ScoredShard, now: float) -> None:
+        """Learn from a result how fast its node is, and charge the submitter for it."""
+        seconds = scored.execution.seconds
+        if job.key != node.loaded:
+            self._board.shares.loaded(job.key, max(0.0, now - node.busy_since - seconds))
+        node.measured(job.key, shard.plan.input_tokens, seconds, now)
+        self._board.shares.use(job, seconds)
+        self._board.freed(node)
+
     def _diverged(self, agent: str, job: Job, commit: Commit, scored: ScoredShard, now: float) -> Outcome:
         """Keep a partial that differs from the committed one; the same value from the same agent once only."""
         text = f"shard {commit.shard} has another result from agent {commit.agent}; this one is kept for the report"
@@ -146,8 +157,11 @@ class Results:
         if node.agent not in shard.granted or shard.state in (ShardState.COMMITTED, ShardState.QUARANTINED):
             return ()
         shard.granted -= {node.agent}
-        if shard.lease is not None and shard.lease.agent == node.agent:
-            self._board.give_back(shard.lease)
+        for lease in shard.leases:
+            if lease.agent == node.agent:
+                self._board.give_back(lease)
+        node.busy_since = now
+        self._board.freed(node)
         gives_up = shard.failures + 1 >= self._config.max_tries
         fact = f.ShardFailed(job.id, shard.plan.index, node.agent, code, one_line(message), gives_up)
         return self._board.record(fact) + self._fail_if_exhausted(job, now)

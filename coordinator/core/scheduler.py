@@ -23,6 +23,7 @@ from coordinator.core.calls import (
 )
 from coordinator.core.explain import reasons
 from coordinator.core.facts import Fact, Facts
+from coordinator.core.nodes import Node
 from coordinator.core.placement import job_to_plan, shards_to_score
 from coordinator.core.results import Results, one_line
 from coordinator.core.states import JobState, NodeEvent, NodeState
@@ -91,22 +92,29 @@ class Scheduler(Results):
         node = self._board.node(agent, incarnation, now)
         if self._board.draining or node.state is not NodeState.ACTIVE:
             return None
-        job = job_to_plan(node, self._board.jobs.values(), now)
+        board = self._board
+        job = job_to_plan(node, board.open.values(), now)
         if job is not None:
-            self._board.lease(node, job, None, now)
+            board.lease(node, job, None, now)
             return PlanWork(job.id, job.submitted.spec_json)
         if max_shards < 1:
             return None
-        choice = shards_to_score(
-            node, self._board.jobs.values(), self._board.nodes.values(), self._config, max_shards, loaded_job, now
-        )
+        if loaded_job in board.jobs:
+            node.loaded = board.jobs[loaded_job].key
+        choice = shards_to_score(node, board, self._config, max_shards, loaded_job, now)
         if choice is None:
+            board.hold_back(node)
             return None
-        job, shards = choice
+        job = choice.job
         assert job.plan is not None
-        for shard in shards:
-            self._board.lease(node, job, shard, now)
-        return ScoreWork(job.id, job.submitted.spec_json, job.plan.manifest, tuple(shard.plan for shard in shards))
+        node.placed[job.id] = choice.why
+        for shard in choice.shards:
+            if shard.plan.index in choice.stolen:
+                board.take_over(node, job, shard, now)
+            else:
+                board.lease(node, job, shard, now)
+        plans = tuple(shard.plan for shard in choice.shards)
+        return ScoreWork(job.id, job.submitted.spec_json, job.plan.manifest, plans)
 
     def renew(
         self,
@@ -133,6 +141,7 @@ class Scheduler(Results):
         elif node.state is NodeState.DRAINING and not draining and not leaving:
             node.advance(NodeEvent.RESUME)
         lost: list[Holding] = []
+        done: list[Holding] = []
         settled: dict[str, None] = {}
         for holding in dict.fromkeys(holdings):
             job = self._board.jobs.get(holding.job)
@@ -140,12 +149,15 @@ class Scheduler(Results):
                 settled[holding.job] = None
             elif not (leaving or self._board.extend(node, holding, now)):
                 lost.append(holding)
+                if holding == running and holding.shard in job.commits:
+                    done.append(holding)
         if leaving and node.state is not NodeState.LEFT:
             for lease in list(node.leases.values()):
                 self._board.give_back(lease)
             node.advance(NodeEvent.LEAVE)
+            self._board.gone(node)
         self._board.nodes_changed += before != (node.state, node.activity, node.running)
-        return RenewAnswer(tuple(lost), tuple(settled), self._board.draining)
+        return RenewAnswer(tuple(lost), tuple(settled), self._board.draining, tuple(done))
 
     # ------------------------------------------------------------ time
 
@@ -157,13 +169,10 @@ class Scheduler(Results):
     def tick(self, now: float) -> Facts:
         """Let leases run out and silent nodes be suspected, then lost. Wanted about once a second."""
         facts: Facts = ()
+        self._board.look_again(now)
         for node in self._board.nodes.values():
-            for lease in [lease for lease in node.leases.values() if now >= lease.expires]:
-                # An expiry before it may have settled the job, and ended this lease with it.
-                if lease.holding in node.leases:
-                    self._board.give_back(lease)
-                    if lease.holding == node.running:
-                        facts += self._expired(node.agent, lease.holding, now)
+            if now >= node.quiet_until:
+                facts += self._expire(node, now)
             for lapsed in [name for name in node.refusals if node.refuses(name, now) is None]:
                 del node.refusals[lapsed]
                 self._board.offers += 1
@@ -173,9 +182,25 @@ class Scheduler(Results):
                 node.advance(NodeEvent.SILENT)
             elif node.state is NodeState.ACTIVE and now >= node.heard + self._config.suspect_after_seconds:
                 node.advance(NodeEvent.OVERDUE)
-            self._board.nodes_changed += before is not node.state
-            # What was kept for a node that is gone now may go to others.
-            self._board.offers += before is not node.state
+            if before is not node.state:
+                self._board.nodes_changed += 1
+                # What was kept for a node that is gone now may go to others.
+                self._board.offers += 1
+                self._board.gone(node)
+        return facts
+
+    def _expire(self, node: Node, now: float) -> Facts:
+        """Let a node's leases run out."""
+        facts: Facts = ()
+        for lease in [lease for lease in node.leases.values() if now >= lease.expires]:
+            # An expiry before it may have settled the job, and ended this lease with it.
+            if lease.holding in node.leases:
+                self._board.give_back(lease)
+                if lease.holding == node.running:
+                    facts += self._expired(node.agent, lease.holding, now)
+        # Leases are only ever extended, and new ones end later: nothing runs out before.
+        earliest = min((lease.expires for lease in node.leases.values()), default=now + self._config.lease_seconds)
+        node.quiet_until = earliest
         return facts
 
     # ------------------------------------------------------------ readers
@@ -212,6 +237,11 @@ class Scheduler(Results):
     def changed(self, prefix: str) -> int:
         """Return a number that grows with each change of a job, or of a node, worth showing; raises ``UnknownJob``."""
         return self._board.find(prefix).changed + self._board.nodes_changed
+
+    def wakes(self) -> set[str]:
+        """Return, once, the agents that were given nothing and should ask again now."""
+        wakes, self._board.wakes = self._board.wakes, set()
+        return wakes
 
     @property
     def offers(self) -> int:

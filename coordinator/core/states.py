@@ -51,7 +51,7 @@ class ShardState(Enum):
     """Where a shard of a running job stands."""
 
     WAITING = "WAITING"  #: nobody holds it
-    SCORING = "SCORING"  #: one agent holds a lease on it
+    SCORING = "SCORING"  #: an agent holds a lease on it; at the end of a job two may
     COMMITTED = "COMMITTED"  #: a partial of it was accepted
     QUARANTINED = "QUARANTINED"  #: tried too often; not given out any more
 
@@ -60,9 +60,12 @@ class ShardEvent(Enum):
     """What moves a shard on."""
 
     LEASE = "an agent is given it"
-    RETURN = "the lease ends without a result"
+    SHARE = "an idle agent is given it too"
+    UNSHARE = "one of two leases ends"
+    RETURN = "the last lease ends without a result"
     COMMIT = "a partial is accepted"
     GIVE_UP = "it was tried too often"
+    WITHDRAW = "its agent is quarantined"
 
 
 class NodeState(Enum):
@@ -111,12 +114,14 @@ SHARD_TABLE: Mapping[ShardState, Mapping[ShardEvent, ShardState]] = {
         ShardEvent.GIVE_UP: ShardState.QUARANTINED,
     },
     ShardState.SCORING: {
+        ShardEvent.SHARE: ShardState.SCORING,
+        ShardEvent.UNSHARE: ShardState.SCORING,
         ShardEvent.RETURN: ShardState.WAITING,
         ShardEvent.COMMIT: ShardState.COMMITTED,
         ShardEvent.GIVE_UP: ShardState.QUARANTINED,
     },
     ShardState.QUARANTINED: {ShardEvent.COMMIT: ShardState.COMMITTED},
-    ShardState.COMMITTED: {},
+    ShardState.COMMITTED: {ShardEvent.WITHDRAW: ShardState.WAITING},
 }
 
 # A node begins ACTIVE, by registering. LOST and LEFT are left by registering again, and by nothing else.

@@ -37,7 +37,7 @@ def job_view(job: Job, nodes: Mapping[str, Node], changed: int) -> JobView:
         scored_tokens_done=job.tally.tokens,
         quarantined=_quarantined(job),
         nodes=tuple(_progress(name, job, nodes.get(name)) for name in names),
-        tokens_per_second=sum(node.rate(job.id) for node in working if node.state is NodeState.ACTIVE),
+        tokens_per_second=sum(node.rate(job.key) for node in working if node.state is NodeState.ACTIVE),
         accepted=len(job.commits),
         duplicates=job.duplicates,
         refused=job.refused,
@@ -62,7 +62,7 @@ def node_view(node: Node, now: float) -> NodeView:
         silence_seconds=now - node.heard,
         activity=node.activity,
         shards_done=node.shards_done,
-        tokens_per_second=node.rate(node.last_job),
+        tokens_per_second=node.rate(node.last_key),
         held=tuple(sorted(node.leases, key=lambda holding: (holding.job, holding.shard))),
         refusals=tuple(f"{job}: {refusal.message}" for job, refusal in refusals.items() if refusal),
     )
@@ -95,7 +95,7 @@ def _progress(agent: str, job: Job, node: Node | None) -> NodeProgress:
         state=None if node is None else node.state,
         shards_done=shards,
         input_tokens_done=tokens,
-        tokens_per_second=0.0 if node is None else node.rate(job.id),
+        tokens_per_second=0.0 if node is None else node.rate(job.key),
         shards_held=0 if node is None else _held(node, job),
         activity="" if node is None else node.activity,
     )

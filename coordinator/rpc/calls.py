@@ -75,7 +75,7 @@ class AgentCalls:
             left = end - runtime.now()
             if work is not None or left <= 0:
                 break
-            await runtime.work(left)
+            await runtime.work(agent, left)
         if work is not None:
             runtime.touch()
         await runtime.barrier()

@@ -265,7 +265,7 @@ def test_stopping_ends_whoever_waits_and_refuses_whoever_comes() -> None:
     async def main() -> None:
         journal, serving = FaultyJournal(), list[bool]()
         async with runtime(journal, serving=serving) as made:
-            waiting = [asyncio.create_task(made.work(30)), asyncio.create_task(made.change(30))]
+            waiting = [asyncio.create_task(made.work("a1", 30)), asyncio.create_task(made.change(30))]
             await asyncio.sleep(0)
             made.stop()
             for task in waiting:

@@ -57,10 +57,10 @@ def test_a_step_that_is_not_in_the_table_is_refused(table: dict[Any, Any], state
 
 
 def test_settled_states_lead_nowhere() -> None:
-    """Succeeded, failed and cancelled jobs stay so; committed shards too."""
+    """Succeeded, failed and cancelled jobs stay so; a committed shard waits again only if its agent is quarantined."""
 
     assert {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED} == {s for s in JobState if s.settled}
-    assert {} == SHARD_TABLE[ShardState.COMMITTED]
+    assert {ShardEvent.WITHDRAW} == set(SHARD_TABLE[ShardState.COMMITTED])
 
 
 def test_a_refused_fact_leaves_the_job_as_it_was() -> None:

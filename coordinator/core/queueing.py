@@ -1,0 +1,205 @@
+"""Whose job a node is offered first: priorities with ageing, fair shares between submitters, loaded models, limits.
+
+1. Only jobs of the highest *level* count. A job's level is its priority, and one more for every ``ageing_seconds``
+   for which it was given nothing: so no job waits for ever, however much more urgent ones arrive.
+2. Among them the submitter who has used least goes first. Seconds of nodes are counted, those of work under lease
+   included. A submitter who was away does not save up: they come back at the level of the poorest present.
+3. A node stays with the model it has loaded, whoever's job that is, until its submitter is ahead by more than the
+   ``switch_seconds`` and a multiple of what loading takes.
+4. Of one submitter's jobs the oldest goes first, if loading its model is worth it: a model on which no node works is
+   better than one that is being worked on and will soon be done.
+
+Decides on orders only; how much of a job is given is leasing's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from coordinator.core.calls import PLANNING, SchedulerConfig
+from coordinator.core.jobs import Job
+from coordinator.core.nodes import Node
+from coordinator.core.states import ShardState
+from coordinator.core.throughput import may_score
+
+#: Joining others at a model costs a load. It is as good as the oldest job's turn where so many times the load is left
+#: to do, and better than idling where so many times are.
+WORTH_JOINING, BETTER_THAN_IDLE = 10.0, 2.0
+#: A node leaves a loaded model for fairness' sake when so many loads are lost to the others.
+LOADS_BEFORE_SWITCH = 10.0
+
+
+@dataclass(slots=True)
+class Share:
+    """What one submitter has used, and holds: seconds of nodes."""
+
+    used: float = 0.0
+    held: float = 0.0
+    open_jobs: int = 0
+
+    @property
+    def total(self) -> float:
+        """What counts when shares are compared."""
+        return self.used + self.held
+
+
+class Shares:
+    """The submitters' shares, and who works with which model. Soft: a restart begins anew."""
+
+    def __init__(self) -> None:
+        """Begin with nobody."""
+        self.of: defaultdict[str, Share] = defaultdict(Share)
+        self.working: defaultdict[str, set[str]] = defaultdict(set)  # key -> agents last given a shard of it
+        self._at: dict[str, str] = {}  # agent -> key
+        self._loads: dict[str, float] = {}  # key -> seconds of the last load
+
+    def enter(self, job: Job) -> None:
+        """A job was submitted."""
+        share = self.of[job.submitter]
+        if not share.open_jobs:
+            present = [other.total for other in self.of.values() if other.open_jobs]
+            share.used = max(share.used, min(present, default=0.0) - share.held)
+        share.open_jobs += 1
+
+    def leave(self, job: Job) -> None:
+        """A job was settled."""
+        self.of[job.submitter].open_jobs -= 1
+
+    def hold(self, job: Job, seconds: float) -> None:
+        """Work was given out that will take so long."""
+        self.of[job.submitter].held += seconds
+
+    def release(self, job: Job, seconds: float) -> None:
+        """That work is over, one way or another."""
+        self.of[job.submitter].held -= seconds
+
+    def use(self, job: Job, seconds: float) -> None:
+        """A node has worked so long for the job."""
+        self.of[job.submitter].used += seconds
+
+    def place(self, agent: str, key: str) -> None:
+        """An agent was given a shard of this model; an empty key: it works no more."""
+        old = self._at.get(agent, "")
+        if old == key:
+            return
+        self.working[old].discard(agent)
+        if key:
+            self._at[agent] = key
+            self.working[key].add(agent)
+        else:
+            self._at.pop(agent, None)
+
+    def loaded(self, key: str, seconds: float) -> None:
+        """A node has loaded a model within so many seconds."""
+        self._loads[key] = seconds
+
+    def load_seconds(self, key: str) -> float:
+        """Return what loading a model takes: as measured last, else the mean of other models, else 0."""
+        if key in self._loads:
+            return self._loads[key]
+        return sum(self._loads.values()) / len(self._loads) if self._loads else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A job that a node may be given shards of, and why."""
+
+    job: Job
+    why: str
+
+
+def within_limits(node: Node, job: Job, config: SchedulerConfig) -> bool:
+    """Whether a job's limit of nodes and the node's limit of jobs let the node take more of it."""
+    if node.agent in job.holders:
+        return True
+    if job.max_nodes and len(job.holders) >= job.max_nodes:
+        return False
+    jobs = {holding.job for holding in node.leases if holding.shard != PLANNING}
+    return len(jobs) < config.max_jobs_per_node
+
+
+def level(job: Job, config: SchedulerConfig, now: float) -> int:
+    """Return the priority that a job has by now."""
+    return job.priority + int((now - job.served) / config.ageing_seconds)
+
+
+def offers(
+    node: Node,
+    jobs: Collection[Job],
+    nodes: Mapping[str, Node],
+    shares: Shares,
+    config: SchedulerConfig,
+    loaded_job: str,
+    now: float,
+) -> Iterator[Offer]:
+    """Yield the jobs with waiting shards that the node may be given, best first."""
+    able = [job for job in jobs if job.counts[ShardState.WAITING] and _may(node, job, config, now)]
+    if len(able) == 1:
+        yield Offer(able[0], "it is the only job with work for it")
+        return
+    by_level: defaultdict[int, list[Job]] = defaultdict(list)
+    for job in able:
+        by_level[level(job, config, now)].append(job)
+    for rank in sorted(by_level, reverse=True):
+        yield from _of_level(node, by_level[rank], nodes, shares, config, loaded_job)
+
+
+def _may(node: Node, job: Job, config: SchedulerConfig, now: float) -> bool:
+    return may_score(node, job.id, now) and within_limits(node, job, config)
+
+
+def _of_level(
+    node: Node,
+    jobs: Collection[Job],
+    nodes: Mapping[str, Node],
+    shares: Shares,
+    config: SchedulerConfig,
+    loaded_job: str,
+) -> Iterator[Offer]:
+    """One level's jobs: submitters in order of their shares, but a loaded model first while that is fair enough."""
+    theirs: defaultdict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        theirs[job.submitter].append(job)
+    poorest_first = sorted(theirs, key=lambda name: (shares.of[name].total, theirs[name][0].number))
+    stay = [job for job in jobs if job.key == node.loaded]
+    if stay:
+        ahead = shares.of[poorest_first[0]].total + config.switch_seconds
+        ahead += LOADS_BEFORE_SWITCH * shares.load_seconds(node.loaded)
+        fair = [job for job in stay if shares.of[job.submitter].total <= ahead]
+        for job in sorted(fair, key=lambda job: (job.id != loaded_job, job.number)):
+            yield Offer(job, "its model is loaded there")
+    waiting: defaultdict[str, int] = defaultdict(int)
+    for job in jobs:
+        waiting[job.key] += job.cost[ShardState.WAITING]
+    for name in poorest_first:
+        why = "its submitter has used least" if len(theirs) > 1 else "it is the oldest"
+        later: list[tuple[float, Job]] = []
+        for job in theirs[name]:
+            load = shares.load_seconds(job.key)
+            left = _seconds_left(job, node, nodes, shares.working[job.key], waiting[job.key])
+            if job.key == node.loaded or load <= 0 or left is None or left >= WORTH_JOINING * load:
+                yield Offer(job, why if left is None or load <= 0 else f"{why}, and enough of it is left to load it")
+            elif left >= BETTER_THAN_IDLE * load:
+                later.append((left, job))
+        for _, job in sorted(later, key=lambda item: (-item[0], item[1].number)):
+            yield Offer(job, "nothing else is left, and loading it is quicker than waiting for others")
+
+
+def _seconds_left(
+    job: Job, node: Node, nodes: Mapping[str, Node], working: Collection[str], tokens: int
+) -> float | None:
+    """How long those who work with a job's model take for all that waits for it; None: nobody does."""
+    others = [nodes[agent] for agent in working if agent != node.agent and nodes[agent].connected]
+    if not others:
+        return None
+    rates = [other.rate(job.key) or _typical(other) for other in others]
+    rate = sum(rates) if all(rates) else len(rates) * _typical(node)
+    return tokens / rate if rate > 0 else None
+
+
+def _typical(node: Node) -> float:
+    """A node's mean speed on whatever it has done, for want of a better guess; 0.0 if it has done nothing."""
+    rates = [speed.rate for speed in node.speeds.values() if speed.rate > 0]
+    return sum(rates) / len(rates) if rates else 0.0
