@@ -70,6 +70,7 @@ class Renewal:
     lost: tuple[Held, ...]
     settled_jobs: tuple[str, ...]
     drain: bool
+    done: tuple[Held, ...] = ()  # running here, and done by another agent
 
 
 class Acknowledgement(NamedTuple):
@@ -149,7 +150,8 @@ class AgentClient:
         )
         answer = await self._call(self._stub.Renew(request, timeout=CALL_SECONDS))
         lost = tuple((held.job, held.shard) for held in answer.lost)
-        return Renewal(lost, tuple(answer.settled_jobs), answer.drain)
+        done = tuple((held.job, held.shard) for held in answer.done)
+        return Renewal(lost, tuple(answer.settled_jobs), answer.drain, done)
 
     @asynccontextmanager
     async def report(self) -> AsyncIterator[ReportStream]:

@@ -179,7 +179,11 @@ class Daemon:
             self._link.answered()
             backoff.reset()
             if coordinator == self._session.coordinator:
-                if self._session.renewed(beat, answer.lost, answer.settled_jobs, answer.drain):
+                settled = self._session.renewed(beat, answer.lost, answer.settled_jobs, answer.drain)
+                if not settled and self._session.runs_in_vain(answer.done):
+                    self._log.info("another agent has done the running shard: it stops", shards=answer.done)
+                    await self._executor.cancel(keep=True)
+                if settled:
                     self._log.info("a job was settled: its work stops", jobs=answer.settled_jobs)
                     await self._executor.cancel()
                 self._pulse.fire()

@@ -121,6 +121,7 @@ class Executor:
         self._running = False
         self._begun = False  # the worker has the running request
         self._cancelled = -1  # the request that was called off
+        self._keep = False  # whether its model stays loaded
         self._crashes = 0  # in a row
         self.activity = "idle"  #: for people
         self.loaded_job = ""  #: the job whose model the worker has loaded, or ""
@@ -163,11 +164,15 @@ class Executor:
         self.loaded_job = work.job
         return ScoredShard(Partial.from_json(message["partial"]), Execution.from_json(message["execution"]))
 
-    async def cancel(self, patience: float = CANCEL_SECONDS) -> None:
-        """Call the running request off: politely, and after ``patience`` seconds by killing the worker."""
+    async def cancel(self, patience: float = CANCEL_SECONDS, *, keep: bool = False) -> None:
+        """Call the running request off: politely, and after ``patience`` seconds by killing the worker.
+
+        ``keep``: the job goes on, so its model stays loaded.
+        """
         if not self._running:
             return
         self._cancelled = called_off = self._id
+        self._keep = keep
         process = self._process
         if process is None or not self._begun:
             return  # looked at before the request is sent
@@ -176,7 +181,7 @@ class Executor:
             if self._running and self._id == called_off:
                 process.signal(signal.SIGKILL)
 
-        await process.send({"op": "cancel", "id": called_off})
+        await process.send({"op": "cancel", "id": called_off, "keep": keep})
 
         asyncio.get_running_loop().call_later(patience, insist)
 
@@ -257,7 +262,8 @@ class Executor:
         self._crashes = 0
         match message["event"]:
             case "cancelled":
-                self.loaded_job = ""
+                if not self._keep:
+                    self.loaded_job = ""
                 return None
             case "failed":
                 raise by_code(message["code"])(message["message"])

@@ -193,6 +193,10 @@ class Session:
         running = self._running_held()
         return running is not None and running[0] in settled
 
+    def runs_in_vain(self, done: Iterable[Held]) -> bool:
+        """Whether what runs is among the shards that others have done."""
+        return self._running_held() in set(done)
+
     def drain(self) -> None:
         """Take nothing new, drop what was not begun."""
         self.draining = True

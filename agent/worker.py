@@ -69,6 +69,7 @@ class Requests:
         self._pipe = pipe
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._cancelled = -1
+        self.keep = False  #: whether what was called off leaves the model loaded
         threading.Thread(target=self._read, name="requests", daemon=True).start()
 
     def next(self) -> dict[str, Any]:
@@ -84,6 +85,7 @@ class Requests:
         for line in self._pipe.requests:
             message = json.loads(line)
             if message["op"] == "cancel":
+                self.keep = message.get("keep", False)
                 self._cancelled = message["id"]
             else:
                 self._queue.put(message)
@@ -129,7 +131,8 @@ class Server:
                 self._requests.check(self._id)
                 getattr(self, "_" + request["op"])(request)
             except _Cancelled:
-                self._close()
+                if not self._requests.keep:
+                    self._close()
                 self._send("cancelled")
             except FedevalError as error:
                 if isinstance(error, OutOfMemory):

@@ -102,6 +102,7 @@ class AgentCalls:
             lost=[holding_message(item) for item in answer.lost],
             settled_jobs=answer.settled_jobs,
             drain=answer.drain,
+            done=[holding_message(item) for item in answer.done],
         )
 
 

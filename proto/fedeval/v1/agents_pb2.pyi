@@ -388,6 +388,7 @@ class RenewResponse(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     SETTLED_JOBS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
@@ -401,6 +402,12 @@ class RenewResponse(_message.Message):
         """Jobs that are settled or unknown: the agent MUST drop all work on them."""
 
     @_builtins.property
+    def done(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]:
+        """Of those lost: what the agent said is running, and another agent has done already. To go on is no use, and the
+        agent SHOULD stop it.
+        """
+
+    @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[Global___Role.ValueType]:
         """Only where they changed since the agent was last told."""
 
@@ -412,12 +419,13 @@ class RenewResponse(_message.Message):
         lost: _abc.Iterable[Global___Holding] | None = ...,
         settled_jobs: _abc.Iterable[_builtins.str] | None = ...,
         drain: _builtins.bool = ...,
+        done: _abc.Iterable[Global___Holding] | None = ...,
         roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
         site: Global___Site | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "drain", b"drain", "lost", b"lost", "roles", b"roles", "settled_jobs", b"settled_jobs", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "done", b"done", "drain", b"drain", "lost", b"lost", "roles", b"roles", "settled_jobs", b"settled_jobs", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__site: _TypeAlias = _typing.Literal["site"]  # noqa: Y015
     _WhichOneofArgType__site: _TypeAlias = _typing.Literal["_site", b"_site"]  # noqa: Y015
