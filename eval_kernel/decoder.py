@@ -59,28 +59,48 @@ class Decoder:
     def states(self, ids: torch.Tensor, scored: int) -> torch.Tensor:
         """Return the hidden states of the last ``scored`` positions of one row of token ids, normed for the head."""
         x = self.embedding(ids)
-        length, first = len(ids), self.layers[0]
-        tables = self.rotary(x.new_empty(0, dtype=torch.float32), torch.arange(length).unsqueeze(0))
-        heads, shared = (layer.out_features // self.width for layer in (first.queries, first.keys))
-        attention = Attention(heads, shared, length, self.width, x.dtype)
+        tables, attention = self.tables(len(ids)), self.attention(len(ids), x.dtype)
         for number, layer in enumerate(self.layers):
             # In the last layer only what is scored needs more than keys and values.
-            needed = length - scored if number == len(self.layers) - 1 else 0
-            for start in range(0, length, BLOCK):
-                part = slice(start, min(length, start + BLOCK))
-                cos, sin = (table[0, part] for table in tables)
-                h = layer.norm(x[part])
-                if part.stop <= needed:
-                    keys, values = project(h, (layer.keys, layer.values))
-                else:
-                    queries, keys, values = project(h, (layer.queries, layer.keys, layer.values))
-                keys = self._heads(keys, layer.key_norm)
-                attention.put(start, rotate(keys, cos, sin), self._heads(values, None))
-                if part.stop > needed:
-                    queries = self._heads(queries, layer.query_norm)
-                    mixed = attention.attend(start, rotate(queries, cos * layer.scaling, sin * layer.scaling))
-                    x[part] = self._mlp(layer, plus(layer.output, mixed, x[part]))
-        return self.norm(x[length - scored :])
+            needed = len(ids) - scored if number == len(self.layers) - 1 else 0
+            self.advance(layer, x, tables, attention, needed)
+        return self.norm(x[len(ids) - scored :])
+
+    def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotary tables [1, length, width] of a row: cosines and sines."""
+        cos, sin = self.rotary(torch.empty(0), torch.arange(length).unsqueeze(0))
+        return cos, sin
+
+    def attention(self, length: int, dtype: torch.dtype) -> Attention:
+        """Return room for the keys and values of one row, which all its layers use in turn."""
+        first = self.layers[0]
+        heads, shared = (layer.out_features // self.width for layer in (first.queries, first.keys))
+        return Attention(heads, shared, length, self.width, dtype)
+
+    def advance(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        attention: Attention,
+        needed: int,
+    ) -> None:
+        """Take one row's states [length, width] through a layer, in place; before ``needed`` they end useless."""
+        length = len(x)
+        for start in range(0, length, BLOCK):
+            part = slice(start, min(length, start + BLOCK))
+            cos, sin = (table[0, part] for table in tables)
+            h = layer.norm(x[part])
+            if part.stop <= needed:
+                keys, values = project(h, (layer.keys, layer.values))
+            else:
+                queries, keys, values = project(h, (layer.queries, layer.keys, layer.values))
+            keys = self._heads(keys, layer.key_norm)
+            attention.put(start, rotate(keys, cos, sin), self._heads(values, None))
+            if part.stop > needed:
+                queries = self._heads(queries, layer.query_norm)
+                mixed = attention.attend(start, rotate(queries, cos * layer.scaling, sin * layer.scaling))
+                x[part] = self._mlp(layer, plus(layer.output, mixed, x[part]))
 
     def _heads(self, x: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
         x = x.view(x.shape[0], -1, self.width)
@@ -137,7 +157,7 @@ def build(body: Any, config: Any) -> Decoder | None:
         return None
     if getattr(parts["rotary_emb"], "rope_type", None) not in ROPES:
         return None
-    layers = [_layer(layer) for layer in parts["layers"]]
+    layers = [parts_of(layer) for layer in parts["layers"]]
     known = [layer for layer in layers if layer is not None]
     if len(known) != len(layers) or not known:
         return None
@@ -147,7 +167,8 @@ def build(body: Any, config: Any) -> Decoder | None:
     return Decoder(parts["embed_tokens"], tuple(known), parts["norm"], parts["rotary_emb"], width, activation, longest)
 
 
-def _layer(module: Any) -> Layer | None:
+def parts_of(module: Any) -> Layer | None:
+    """Return the parts of one transformers decoder layer, or None where one is unknown here."""
     parts = _children(module)
     if set(parts) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return None

@@ -146,6 +146,14 @@ class PathRefused(FedevalError):
     blame = Blame.NODE
 
 
+class LayoutUnsupported(FedevalError):
+    """The job's parallel layout does not fit the ranks or the model of this node's group."""
+
+    code = "LAYOUT_UNSUPPORTED"
+    exit_code = 25
+    blame = Blame.NODE
+
+
 # ---------------------------------------------------------------- running a shard went wrong
 
 
@@ -173,6 +181,12 @@ class WorkerCrashed(ShardError):
     """The worker process died while it scored the shard."""
 
     code = "WORKER_CRASHED"
+
+
+class RankLost(WorkerCrashed):
+    """A rank of the local group died, hung or lost its link while the group scored; the group is dissolved."""
+
+    code = "RANK_LOST"
 
 
 class WorkerHung(ShardError):

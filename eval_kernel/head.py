@@ -33,12 +33,19 @@ class Shape:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
+#: By tile and position: the largest logit, and the sum of exponentials below it; by position: the target's logit, or
+#: NaN where no tile has it.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Head:
     """The output layer of a model, in tiles."""
 
-    def __init__(self, layer: torch.nn.Module, shape: Shape) -> None:
+    def __init__(self, layer: torch.nn.Module, shape: Shape, first: int = 0) -> None:
+        """``first``: the token that the layer's first output stands for, where it has only a part of the vocabulary."""
         self._tiles = kernels.tiles_of(layer)
         self._shape = shape
+        self._first = first
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return all logits [positions, vocabulary] in the compute dtype."""
@@ -49,11 +56,15 @@ class Head:
 
         No loss is below zero; where the difference rounds to less, it is zero. NaN stays NaN.
         """
-        count = len(targets)
-        tops = torch.empty(len(self._tiles), count)
-        sums = torch.empty(len(self._tiles), count)
-        picked = torch.full((count,), float("nan"))
-        first = 0
+        return combined(self.parts(states, targets))
+
+    def parts(self, states: torch.Tensor, targets: torch.Tensor) -> Parts:
+        """Return what each position's loss is made of, tile by tile."""
+        count, device = len(targets), states.device
+        tops = torch.empty(len(self._tiles), count, device=device)
+        sums = torch.empty(len(self._tiles), count, device=device)
+        picked = torch.full((count,), float("nan"), device=device)
+        first = self._first
         for index, tile in enumerate(self._tiles):
             for start in range(0, count, BLOCK):
                 part = slice(start, start + BLOCK)
@@ -65,8 +76,14 @@ class Head:
                 tops[index, part] = top.squeeze(1)
                 sums[index, part] = _sum_of_exponentials(logits, top)
             first += logits.shape[1]
-        total = torch.logsumexp(tops.double() + sums.double().log(), 0)
-        return (total - picked.double()).clamp_min_(0.0)
+        return tops, sums, picked
+
+
+def combined(parts: Parts) -> torch.Tensor:
+    """Return the losses, float64, from the parts of all tiles of the vocabulary."""
+    tops, sums, picked = parts
+    total = torch.logsumexp(tops.double() + sums.double().log(), 0)
+    return (total - picked.double()).clamp_min_(0.0)
 
 
 def _sum_of_exponentials(logits: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
