@@ -35,6 +35,7 @@ def client_options() -> Options:
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.enable_retries", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # each channel its own connection, and so its own share of streams
         (
             "grpc.max_receive_message_length",
             MAX_MESSAGE_BYTES * 16,

@@ -1,0 +1,63 @@
+"""The relay put together: it listens for its site, keeps one stream upstream, and has the site's log between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+from fedeval.v1 import agents_pb2_grpc, jobs_pb2_grpc, relay_pb2_grpc
+from fedeval.wire.channel import server_options
+
+from agent.logs import Logger
+from agent.relay.delivery import Delivery
+from agent.relay.service import Forwarding, Greeting, SiteAgentService, SiteRelayService
+from agent.relay.sitelog import SiteLog
+from agent.relay.upstream import Upstream
+from eval_kernel.errors import PortTaken
+
+#: Streams one connection may carry: a relay below, or a process that plays many agents, needs more than a coordinator.
+_STREAMS = 4096
+#: What calls in flight get when the relay stops.
+GRACE_SECONDS = 0.5
+
+
+class Relay:
+    """One relay. ``address`` is where it listens, known at once; it serves from ``start`` on."""
+
+    def __init__(self, listen: str, upstream: str, name: str, log: SiteLog, logger: Logger) -> None:
+        """Take the port. Raises ``PortTaken``."""
+        self._logger = logger.bind(relay=name)
+        self.upstream = Upstream(upstream, name, self._logger)
+        self._log = log
+        self.delivery = Delivery(log, self.upstream, self._logger)
+        forwarding = Forwarding(self.upstream, self.delivery)
+        options = [(key, value) for key, value in server_options() if key != "grpc.max_concurrent_streams"]
+        self._server = grpc.aio.server(options=[*options, ("grpc.max_concurrent_streams", _STREAMS)])
+        agents_pb2_grpc.add_AgentServiceServicer_to_server(SiteAgentService(forwarding), self._server)
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(SiteRelayService(forwarding), self._server)
+        greeting = Greeting(self.upstream)  # type: ignore[abstract]  # the rest of the service is the coordinator's alone
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(greeting, self._server)
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError:
+            raise PortTaken(
+                f"{listen} is in use by another program; choose another address for the relay with --listen"
+            ) from None
+        self.address = f"{listen.rpartition(':')[0]}:{port}"
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self._server.start()
+        self._logger.info("the relay listens for its site", address=self.address)
+        tasks = [asyncio.create_task(self.upstream.serve()), asyncio.create_task(self.delivery.run())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await self._server.stop(GRACE_SECONDS)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.upstream.close()
+            self._log.close()
