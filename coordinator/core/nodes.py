@@ -73,7 +73,7 @@ class Node:
         self.busy_since = now  # when it began what it is doing now, as far as is known
         self.held_back = False  # it asked and was given nothing
         self.placed: dict[str, str] = {}  # job -> why it was given shards of it last
-        self.quiet_until = 0.0  # no lease runs out before
+        self.quiet_until = now  # no lease runs out before
 
     @property
     def agent(self) -> str:

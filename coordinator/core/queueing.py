@@ -190,8 +190,11 @@ def _of_level(
 def _seconds_left(
     job: Job, node: Node, nodes: Mapping[str, Node], working: Collection[str], tokens: int
 ) -> float | None:
-    """How long those who work with a job's model take for all that waits for it; None: nobody does."""
-    others = [nodes[agent] for agent in working if agent != node.agent and nodes[agent].connected]
+    """How long those who work with a job's model take for all that waits for it; None: nobody does.
+
+    Who holds nothing is not at work: what waits may be just what failed on it, and must not be left to it for ever.
+    """
+    others = [nodes[agent] for agent in working if agent != node.agent and nodes[agent].leases]
     if not others:
         return None
     rates = [other.rate(job.key) or _typical(other) for other in others]
