@@ -23,6 +23,7 @@ from agent.config import (
     ADDRESS_VARIABLE,
     DEFAULT_ADDRESS,
     DEFAULT_ENGINE,
+    DEFAULT_LISTEN,
     AgentConfig,
     Role,
     default_cache,
@@ -88,6 +89,9 @@ def run(
     name: _Name = None,
     site: Annotated[str, typer.Option(help="The site this node belongs to.")] = "default",
     role: Annotated[list[Role] | None, typer.Option(help="Repeat for more; default: forward, preprocess.")] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the role aggregate listens for the site's agents.")
+    ] = DEFAULT_LISTEN,
     state: _State = None,
     cache: _Cache = None,
     root: _Root = None,
@@ -107,6 +111,7 @@ def run(
         config,
         site=site,
         roles=tuple(dict.fromkeys(role)) if role else config.roles,
+        listen=listen,
         hang_seconds=hang_seconds,
         drain_seconds=drain_seconds,
         give_up_after=give_up_after,

@@ -15,6 +15,8 @@ from eval_kernel.errors import ConfigError
 #: Where the coordinator is looked for unless told otherwise, and the environment variable that tells.
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
+#: Where a relay listens for its site unless told otherwise.
+DEFAULT_LISTEN = "127.0.0.1:50052"
 #: The worker's engine: import path and class.
 DEFAULT_ENGINE = "eval_kernel.engine:Engine"
 
@@ -67,6 +69,7 @@ class AgentConfig:
     name: str | None = None
     site: str = "default"
     roles: tuple[Role, ...] = (Role.FORWARD, Role.PREPROCESS)
+    listen: str = DEFAULT_LISTEN  # where an agent with the role AGGREGATE is called by its site; port 0: any free one
     state: Path = field(default_factory=lambda: default_state(None))
     cache: Path = field(default_factory=default_cache)
     roots: tuple[Path, ...] = field(default_factory=default_roots)
@@ -79,7 +82,8 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_address(self.coordinator)
+        _check_address(self.coordinator, "the coordinator's address")
+        _check_address(self.listen, "the relay's address", lowest=0)
         for what, value in (("name", self.name), ("site", self.site)):
             if value is not None and not _NAME.fullmatch(value):
                 raise ConfigError(
@@ -107,14 +111,12 @@ class AgentConfig:
                 raise ConfigError(f"the {what} directory {path} is a file; name a directory with --{what}")
 
 
-def _check_address(address: str) -> None:
+def _check_address(address: str, what: str, lowest: int = 1) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not host.strip("[]") or not port.isascii() or not port.isdigit():
-        raise ConfigError(
-            f"the coordinator's address {address!r} is not HOST:PORT; write for example {DEFAULT_ADDRESS}"
-        )
-    if not 1 <= int(port) <= 65535:
-        raise ConfigError(f"the port of {address!r} is outside 1 to 65535")
+        raise ConfigError(f"{what} {address!r} is not HOST:PORT; write for example {DEFAULT_ADDRESS}")
+    if not lowest <= int(port) <= 65535:
+        raise ConfigError(f"the port of {address!r} is outside {lowest} to 65535")
     if not is_loopback(address):
         raise ConfigError(
             f"{address} is not a loopback address: connecting beyond this machine needs mutual TLS, which "

@@ -22,6 +22,7 @@ from agent.executor import Executor
 from agent.link import Backoff, Link
 from agent.logs import Logger, WorkerLog
 from agent.probe import Capabilities
+from agent.roles import open_relay, works
 from agent.session import Session
 from agent.spool import Corrupted, ResultKey, Spool, SpoolEntry, StateDirectory, remedy
 from agent.work import PLANNING, Held, Settled, Verdict, Work
@@ -95,6 +96,9 @@ class Daemon:
         self._capabilities = capabilities
         self._log = log.bind(agent=self.name)
         self._spool = Spool(state.path / "spool")
+        self._relay = open_relay(config, state.path, self.name, self._log)
+        if self._relay is not None:
+            config = replace(config, coordinator=self._relay.address)  # its own calls go up with the others
         self._client = AgentClient(config, self.name, uuid.uuid4().hex)
         self._executor = Executor(config, WorkerLog(state.path / "worker.log"), self._log)
         self._session = Session(credit=REPORT_CREDIT, part_shards=PLAN_PART_SHARDS)
@@ -115,6 +119,7 @@ class Daemon:
                 self._store(),
                 self._report(),
                 self._stop_in_order(),
+                *([] if self._relay is None else [self._relay.run()]),
             )
         except StaleIncarnation as error:
             raise StaleIncarnation(
@@ -221,6 +226,9 @@ class Daemon:
                 await backoff.wait()  # it did not wait for us: do not spin
 
     async def _work(self) -> None:
+        if not works(self._config.roles):
+            self._link.announce(self._capabilities.to_json())
+            await asyncio.Event().wait()  # a relay alone needs no worker
         # The worker is started at once: its libraries take seconds to load, and an agent without them is no use.
         facts = await self._executor.probe()
         self._link.announce(replace(self._capabilities, engine=facts).to_json())
@@ -362,4 +370,6 @@ class Daemon:
             return f"paused: {self._session.storage_problem}"
         if self._executor.activity == "idle" and self._session.draining:
             return "stopping"
+        if self._executor.activity == "idle" and self._relay is not None:
+            return self._relay.activity
         return self._executor.activity

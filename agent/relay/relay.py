@@ -44,6 +44,13 @@ class Relay:
                 f"{listen} is in use by another program; choose another address for the relay with --listen"
             ) from None
         self.address = f"{listen.rpartition(':')[0]}:{port}"
+        self._forwarding = forwarding
+
+    @property
+    def activity(self) -> str:
+        """What the relay does, for people."""
+        count = len(self._forwarding.agents)
+        return f"relaying for {count} agent{'s' * (count != 1)}, {self.delivery.pending} results on their way"
 
     async def run(self) -> None:
         """Serve until cancelled."""

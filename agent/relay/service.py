@@ -52,11 +52,13 @@ class Forwarding:
     def __init__(self, upstream: Upstream, delivery: Delivery) -> None:
         """Forward to ``upstream``."""
         self.upstream = upstream
+        self.agents: set[str] = set()  #: those that have registered and not said good-bye
         self._delivery = delivery
 
     async def register(self, request: agents_pb2.RegisterRequest) -> agents_pb2.RegisterResponse:
         """Forward. Raises what comes from above."""
         answer: agents_pb2.RegisterResponse = await self.upstream.send(request)
+        self.agents.add(request.agent)
         return answer
 
     async def acquire(self, request: agents_pb2.AcquireRequest) -> agents_pb2.AcquireResponse:
@@ -70,6 +72,8 @@ class Forwarding:
         ours = self._delivery.pending_of(request.agent) - named
         request.holdings.extend(agents_pb2.Holding(job=job, shard=shard) for job, shard in sorted(ours))
         answer: agents_pb2.RenewResponse = await self.upstream.send(request)
+        if request.leaving:
+            self.agents.discard(request.agent)
         if ours:
             lost = [holding for holding in answer.lost if (holding.job, holding.shard) not in ours]
             del answer.lost[:]

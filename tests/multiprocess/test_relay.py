@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,11 +17,13 @@ from fedeval.wire.messages import scored_to_message
 from agent.logs import make_logger
 from agent.relay.relay import Relay
 from agent.relay.sitelog import SiteLog
+from coordinator.client import Client
 from coordinator.core.calls import SchedulerConfig
 from coordinator.core.states import JobState
 from coordinator.journal import MemoryJournal
 from coordinator.rpc.calls import RELAY
 from eval_kernel.partial import Execution, ScoredShard
+from tests.support.cluster import Cluster
 from tests.support.fake_engine import fake_spec, reference_partials, reference_plan, reference_tally
 from tests.support.light_agents import light_agents
 from tests.support.processes import until
@@ -43,6 +46,13 @@ async def relaying(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def free_address() -> str:
+    """Return an address that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def finished(there: Served, job: str) -> int:
@@ -231,5 +241,33 @@ def test_a_partial_is_durable_at_the_relay_before_it_is_acknowledged(tmp_path: P
             async with relaying(tmp_path, there.server.address) as relay:
                 assert reference_tally(spec).steps == await finished(there, job)
                 await until(lambda: relay.delivery.pending == 0)
+
+    asyncio.run(main())
+
+
+def test_a_relay_killed_and_started_again_loses_nothing(tmp_path: Path) -> None:
+    """SIGKILL of the relay's process in the middle of a job: agents wait, spools and log replay, the sum is exact."""
+
+    async def main() -> None:
+        spec = fake_spec(shards=120, delay=0.02)
+        listen = free_address()
+        relay = ("--role", "aggregate", "--listen", listen)
+        async with Cluster(tmp_path, heartbeat=0.3, lease=3.0) as cluster:
+            cluster.start_agent("relay", *relay)
+            upstream, cluster.address = cluster.address, listen
+            for name in ("a", "b"):
+                cluster.start_agent(name)
+            cluster.address = upstream
+            job = await cluster.submit(spec)
+            await cluster.reach(job, 30)
+            cluster.kill_agent("relay")
+            cluster.start_agent("relay", *relay)
+            report = await cluster.report(job)
+            assert "SUCCEEDED" == report["state"]
+            assert reference_tally(spec).steps == int(report["totals"]["loss_steps"])
+            async with Client(cluster.address) as client:
+                nodes = {node.node: node for node in await client.nodes()}
+            assert {"relay", "a", "b"} == set(nodes)
+            assert nodes["relay"].activity.startswith("relaying for ")
 
     asyncio.run(main())
