@@ -174,14 +174,13 @@ class LightAgent:
                     self.session.stream_opened()
                     self._sent.clear()
                     reading = asyncio.create_task(self._acknowledged(stream.acknowledgements()))
+                    reading.add_done_callback(lambda _: self._wake())
                     try:
                         while not reading.done():
                             for message in self.session.to_send():
                                 self._sent[message.sequence] = loop.time()
                                 await stream.send(message)
-                            changed = asyncio.ensure_future(self._changed.wait())
-                            await asyncio.wait((reading, changed), return_when=asyncio.FIRST_COMPLETED)
-                            changed.cancel()
+                            await self._changed.wait()
                         reading.result()
                     finally:
                         reading.cancel()
