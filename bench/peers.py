@@ -59,10 +59,13 @@ class LmEval:
 
 
 class LlamaCpp:
-    """``llama-perplexity`` on the same text and context, a process for each turn; its own timer tells the speed.
+    """``llama-perplexity`` on the same text and context, a process for each turn; its log's times tell the speed.
 
     It feeds every token, but makes logits for the second half of each window only: less work than ours.
     """
+
+    #: Lines of its log between which it does nothing but score; each begins with minutes, seconds, and so on.
+    _MARKS = ("calculating perplexity", "Final estimate")
 
     def __init__(self, tools: Path, kind: str, gguf: Path, text: Path, options: Any, cache: Path) -> None:
         self.name = f"llama.cpp {kind}"
@@ -81,10 +84,12 @@ class LlamaCpp:
         command = [str(self._tool), "-m", str(self._model), "-f", str(self._text), "-c", str(self._options.context)]
         command += ["--chunks", str(count), "-t", str(self._options.threads), "-tb", str(self._options.threads)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
-        timed = re.search(r"prompt eval time\s*=\s*([\d.]+) ms /\s*(\d+) tokens", done.stdout + done.stderr)
-        if done.returncode or timed is None:
-            sys.exit(f"bench: llama-perplexity failed:\n{(done.stdout + done.stderr)[-2000:]}")
-        self.turns.append({"wall": float(timed[1]) / 1e3, "tokens": int(timed[2])})
+        log = done.stdout + done.stderr
+        begin, end = (re.search(rf"(\d+)\.(\d+)\.(\d+)\.(\d+) I.*{words}", log) for words in self._MARKS)
+        if done.returncode or begin is None or end is None:
+            sys.exit(f"bench: llama-perplexity failed:\n{log[-2000:]}")
+        times = [60 * int(m[1]) + int(m[2]) + int(m[3]) / 1e3 + int(m[4]) / 1e6 for m in (begin, end)]
+        self.turns.append({"wall": times[1] - times[0], "tokens": count * self._options.context})
 
     def close(self) -> None:
         """Nothing runs between turns."""

@@ -211,6 +211,8 @@ def main() -> None:
     if options.side:
         serve(options.side, options.context, options.threads)
         return
+    if options.llama_cpp and common.wikitext() is None:
+        parser.error("llama.cpp reads WikiText-2's test text: set FEDEVAL_TEST_DATA")
     windows = options.windows or 2 * options.threads
     rounds = options.rounds or (2 if options.quick else 5)
     names = ["plain fp32", *(options.only or [n for n in (QUICK if options.quick else SIDES) if SIDES[n]])]
@@ -242,8 +244,7 @@ def others(options: argparse.Namespace) -> list[Any]:
         model = checkpoint.find(ModelSpec(source=str(common.smollm2())), None, common.CACHE, lambda note: None)
         found.append(peers.LmEval(options.lm_eval, model.directory, common.bench_tokens(model), options, common.CACHE))
     if options.llama_cpp:
-        if text is None:
-            sys.exit("bench: llama.cpp reads WikiText-2's test text: set FEDEVAL_TEST_DATA")
+        assert text is not None
         kinds = list(peers.EQUALS)[: 1 if options.quick else None]
         found += [
             peers.LlamaCpp(options.llama_cpp, kind, common.smollm2(), text, options, common.CACHE) for kind in kinds

@@ -5,40 +5,35 @@ It holds at most one model at a time. It knows nothing of leases, networks or ot
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, scoring, tokenizer
+from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, tokenizer
+from eval_kernel.budget import Budget, Measured
 from eval_kernel.errors import (
     ContextTooLong,
     DataChanged,
     DatasetEmpty,
-    LossOutOfBounds,
     ModelUnsupported,
-    OutOfMemory,
     PrecisionUnsupported,
-    ShardError,
     SpecError,
-    reason,
 )
-from eval_kernel.execution import device_name, execution, software
-from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
-from eval_kernel.partial import MAX_PLACES, NonFinite, Partial, RowSums, ScoredShard
-from eval_kernel.plan import Manifest, Plan, ShardPlan
+from eval_kernel.evaluation import Evaluation, Inputs
+from eval_kernel.execution import device_name, software
+from eval_kernel.plan import Manifest, Plan
 from eval_kernel.precision import calibration, cells, loading, section, skeleton
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
 from eval_kernel.precision.policy import MeasureSpec, as_spec, label_of
 from eval_kernel.quiet import quiet
 from eval_kernel.roots import Roots
 from eval_kernel.spec import JobSpec
-from eval_kernel.windows import Bos, Policy, Prefix
+from eval_kernel.windows import Bos, Policy
 
 #: What `context: model` is limited to: a million-token default would be a surprise.
 DEFAULT_CONTEXT = 2048
@@ -54,20 +49,6 @@ class EngineConfig:
     roots: Roots = None
     device: str = "auto"
     threads: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """A job's ingredients, found, digested and cut; everything but the loaded weights."""
-
-    checkpoint: checkpoint.Checkpoint
-    tokenizer: tokenizer.Tokenizer
-    source: documents.Source
-    corpus: corpus.Corpus
-    layout: layout.Layout
-    prefix_token: int | None
-    manifest_facts: dict[str, Any]
-    calibration: torch.Tensor | None  # token ids [rows, length] that the quantiser may look at
 
 
 class Engine:
@@ -104,7 +85,7 @@ class Engine:
         """Index a job: its manifest and its shards. Raises the errors of the job's ingredients."""
         if (measure := as_spec(spec.precision).measure) is not None:
             prepared = cells.prepare(spec, measure, self.config.roots, self.config.cache, note)
-            return cells.plan(prepared, measure, spec.batch.tokens)
+            return cells.plan(prepared, measure, spec.batch.planned)
         inputs = self._prepare(spec, note)
         note("cutting windows and shards")
         shards = tuple(inputs.layout.shards(spec.shard.tokens))
@@ -150,12 +131,20 @@ class Engine:
             dtype = model.DTYPES[precision.compute]
             used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
             self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where), used)
-        return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], self.config, spec)
+        budget = self._budget(spec, manifest, key)
+        return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], budget, self.config.cache, spec)
+
+    def _budget(self, spec: JobSpec, manifest: Manifest, key: tuple[str, ...]) -> Budget:
+        """What the job asks for, or what this node knows or finds out."""
+        if manifest.batch_tokens:
+            return Budget(manifest.batch_tokens)
+        calibration = "calibration" in spec.metrics
+        return Measured(self.device, self.config.cache, *key, manifest.context, calibration)
 
     def _measuring(self, spec: JobSpec, measure: MeasureSpec, manifest: Manifest, note: Note) -> cells.Measuring:
         """Get ready to measure sensitivities."""
         prepared = cells.prepare(spec, measure, self.config.roots, self.config.cache, note)
-        _check_unchanged(cells.plan(prepared, measure, spec.batch.tokens).manifest.to_json(), manifest)
+        _check_unchanged(cells.plan(prepared, measure, spec.batch.planned).manifest.to_json(), manifest)
         model.check_precision(prepared.plain.compute, self.device)
         self._loaded = None  # a second model would not fit beside it
         return cells.Measuring(
@@ -200,7 +189,7 @@ class Engine:
         ids = torch.from_numpy(text.ids.astype(np.int64))
         return replace(plan, calibration=text.digest, calibration_overlaps=overlaps), ids
 
-    def _prepare(self, spec: JobSpec, note: Note) -> _Inputs:
+    def _prepare(self, spec: JobSpec, note: Note) -> Inputs:
         cache, roots = self.config.cache, self.config.roots
         note("reading the model's files")
         found = checkpoint.find(spec.model, roots, cache, note)
@@ -255,121 +244,11 @@ class Engine:
             "bos": bos.value,
             "prefix_token": prefix_token,
             "prefix_kind": prefix_kind,
-            "batch_tokens": spec.batch.tokens,
+            "batch_tokens": spec.batch.planned,
             "kernel_version": KERNEL_VERSION,
             "precision_plan": precision.canonical(),
         }
-        return _Inputs(found, tok, source, data, cut, prefix_token, facts, rows)
-
-
-class Evaluation:
-    """A job that is open on this node: scores its shards one at a time."""
-
-    def __init__(
-        self,
-        inputs: _Inputs,
-        manifest: Manifest,
-        loaded: model.Model,
-        used: dict[str, str],
-        config: EngineConfig,
-        spec: JobSpec,
-    ) -> None:
-        self._inputs, self._manifest, self._config, self._spec = inputs, manifest, config, spec
-        self._model, self._used = loaded, used
-
-    def score(self, shard: ShardPlan, beat: Callable[[], None]) -> ScoredShard:
-        """Score one shard. ``beat`` is called after every batch. Raises ``ShardError``s and ``DataChanged``."""
-        cut = self._inputs.layout
-        windows = list(cut.windows(shard.first_window, shard.windows))
-        if cut.shard_digest(windows) != shard.digest:
-            self._drop_corpus(shard)
-        extra = scoring.Extra() if "calibration" in self._spec.metrics else None
-        started = time.perf_counter()
-        try:
-            rows = [self._row(w) for w in windows]
-            losses = scoring.score(self._model, rows, self._manifest.batch_tokens, beat, extra)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise self._no_memory(shard, error) from None
-        except RuntimeError as error:
-            if "allocate memory" in str(error):  # how torch's CPU allocator says it
-                raise self._no_memory(shard, error) from None
-            raise ShardError(f"shard {shard.index}: scoring failed on {self._model.device} ({reason(error)})") from None
-        partial = self._sum(shard, windows, losses)
-        if extra is not None:
-            partial = replace(partial, extra=tuple(sorted(extra.items())))
-        if (partial.tokens, partial.bytes, partial.words) != (shard.tokens, shard.bytes, shard.words):
-            self._drop_corpus(shard)
-        seconds = time.perf_counter() - started
-        ready = self._model
-        return ScoredShard(partial, execution(ready.device, ready.dtype, seconds, ready.kernel, self._used))
-
-    def close(self) -> None:
-        """End the evaluation. The corpus is unmapped with this object; the engine keeps the model for the next job."""
-
-    def _drop_corpus(self, shard: ShardPlan) -> NoReturn:
-        """The tokens that are mapped are not the plan's. The next ``open`` makes them anew."""
-        inputs = self._inputs
-        corpus.forget(inputs.source, inputs.tokenizer.digest, self._spec.window.join, self._config.cache)
-        raise DataChanged(
-            f"shard {shard.index}: its tokens on this node are not those it was planned with; "
-            "the token cache was dropped"
-        )
-
-    def _no_memory(self, shard: ShardPlan, error: BaseException) -> OutOfMemory:
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return OutOfMemory(
-            f"shard {shard.index}: {reason(error)}; lower batch.tokens (now {self._manifest.batch_tokens})"
-        )
-
-    def _row(self, window: layout.Placed) -> scoring.Row:
-        tokens = self._inputs.corpus.tokens
-        inputs = np.array(tokens[window.start : window.end - 1])
-        if window.prefix is Prefix.PREPENDED:
-            inputs = np.concatenate([np.array([self._inputs.prefix_token], dtype=np.int32), inputs])
-        elif window.prefix is Prefix.OVERWRITES:
-            assert self._inputs.prefix_token is not None
-            inputs[0] = self._inputs.prefix_token
-        return scoring.Row(inputs, np.array(tokens[window.scored : window.end]))
-
-    def _sum(self, shard: ShardPlan, windows: list[layout.Placed], losses: list[scoring.Losses]) -> Partial:
-        data, cut = self._inputs.corpus, self._inputs.layout
-        sums: dict[int, list[int]] = {}
-        nonfinite, places = 0, list[NonFinite]()
-        for window, loss in zip(windows, losses, strict=True):
-            for document, start, end in cut.parts(window):
-                part = slice(start - window.scored, end - window.scored)
-                total = sums.setdefault(document, [0, 0, 0, 0])
-                total[0] += int(loss.steps[part].sum())
-                total[1] += end - start
-                total[2] += int(data.bytes[start:end].sum())
-                total[3] += int(data.words[start:end].sum())
-                bad = np.flatnonzero(~loss.finite[part])
-                nonfinite += len(bad)
-                for k in bad[: MAX_PLACES - len(places)]:
-                    token = start + int(k) - int(data.offsets[document])
-                    places.append(NonFinite(document, token, "nan" if loss.nan[part][k] else "inf"))
-        lump = cut.whole(shard.first_window, windows) if shard.lump else set()
-        rows = []
-        if lump:
-            rows.append(RowSums(None, len(lump), *(sum(sums[d][k] for d in lump) for k in range(4))))
-        rows += [RowSums(d, 1, *values) for d, values in sorted(sums.items()) if d not in lump]
-        for row in rows:
-            if row.steps >= MAX_EXACT_NATS * STEPS_PER_NAT:
-                raise LossOutOfBounds(
-                    f"shard {shard.index}: the losses of document {row.document} add up to "
-                    f"{row.steps / STEPS_PER_NAT:.6g} nats, beyond the 2^23 that stay exact; lower shard.tokens"
-                )
-        return Partial(
-            shard=shard.index,
-            steps=sum(r.steps for r in rows),
-            tokens=sum(r.tokens for r in rows),
-            bytes=sum(r.bytes for r in rows),
-            words=sum(r.words for r in rows),
-            rows=tuple(rows),
-            nonfinite=nonfinite,
-            places=tuple(places),
-        )
+        return Inputs(found, tok, source, data, cut, prefix_token, facts, rows)
 
 
 def _check_unchanged(here: dict[str, Any], manifest: Manifest) -> None:

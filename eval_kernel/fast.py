@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eval_kernel import decoder, kernels
+from eval_kernel import decoder, heap, kernels
 from eval_kernel.head import Head, Shape
 
 #: Tokens of the self-test: more than one block, and a rest.
@@ -55,18 +55,19 @@ def prepare(module: Any, shape: Shape, whole: Whole) -> tuple[RowPath | None, st
     device, dtype = module.device, module.dtype
     if device.type != "cpu" or dtype not in TOLERANCE:
         return None, "transformers"
-    plain = decoder.build(body, config)
-    if plain is None:
+    known = decoder.build(body, config)
+    if known is None:
         return None, "transformers (no fast path for layers of this kind)"
-    vocabulary, length = int(config.vocab_size), min(PROBE, plain.longest or PROBE)
+    vocabulary, length = int(config.vocab_size), min(PROBE, known.longest or PROBE)
+    del known  # it holds the very layers whose weights are to go one by one
     ids = (torch.arange(length) * 7919 + 13) % vocabulary
     targets = (torch.arange(length) * 104729 + 7) % vocabulary
     with torch.inference_mode():
-        logits = whole(ids.unsqueeze(0), length)[0].double()
-        expected = (torch.logsumexp(logits, -1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).sum()
+        expected = _total(whole(ids.unsqueeze(0), length)[0], targets)
         packed = kernels.packs("cpu", dtype)
         if packed:
             kernels.replace(body, lambda name, layer: kernels.PackedLinear(layer.weight, layer.bias))
+            heap.trim()
         built = decoder.build(body, config)
         assert built is not None
         path = RowPath(built, Head(module.get_output_embeddings(), shape))
@@ -76,3 +77,12 @@ def prepare(module: Any, shape: Shape, whole: Whole) -> tuple[RowPath | None, st
     if not difference <= (INT8_TOLERANCE if integers else TOLERANCE[dtype]):
         return None, f"transformers (the fast path's self-test was off by {difference:.1e} of the loss)"
     return path, f"rows/{decoder.BLOCK}, {'onednn' if packed else 'plain'} products"
+
+
+def _total(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss sum in float64; few positions at a time, so that loading does not peak here."""
+    total = torch.zeros((), dtype=torch.float64)
+    for some, wanted in zip(logits.split(16), targets.split(16), strict=True):
+        wide = some.double()
+        total += (torch.logsumexp(wide, -1) - wide.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)).sum()
+    return total

@@ -62,7 +62,7 @@ class Manifest:
     bos: str  # the rule after `auto` was resolved: "every_window", "first" or "none"
     prefix_token: int | None  # the token that rule puts in front; None with "none"
     prefix_kind: str  # "bos", "eos" (the model has no BOS) or "none"
-    batch_tokens: int
+    batch_tokens: int  # 0: each node measures what suits it
     kernel_version: int
     precision_plan: str = ""  # canonical JSON of a precision.plan.PrecisionPlan: the format of every weight
 
@@ -70,8 +70,8 @@ class Manifest:
         """Check every field by itself; raises ``ValueError`` naming the first that no manifest can have."""
         for name in _MANIFEST_COUNTS:
             _count(name, getattr(self, name))
-        for name in ("context", "batch_tokens"):
-            _count(name, getattr(self, name), least=1)
+        _count("context", self.context, least=1)
+        _count("batch_tokens", self.batch_tokens)
         for name, least in (("max_context", 1), ("stride", 1), ("prefix_token", 0)):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), least=least)

@@ -8,7 +8,8 @@ as many lanes as there are threads. What the losses are summed into is the calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from eval_kernel import lanes
+from eval_kernel.budget import Budget
 from eval_kernel.gridsum import STEPS_PER_NAT
 from eval_kernel.model import Model
 from eval_kernel.precision import confidence
@@ -53,46 +55,64 @@ class Extra(dict[str, int]):
             self[name] = self.get(name, 0) + value
 
 
-def batches(rows: list[Row], budget: int) -> Iterator[list[int]]:
-    """Yield the rows' indices batch by batch: equal input and target lengths, at most ``budget`` tokens (or one row).
-
-    Depends on the rows and the budget alone. Long rows first, so that what needs most memory fails first.
-    """
+def by_shape(rows: list[Row]) -> list[list[int]]:
+    """The rows' indices, grouped by input and target lengths. Long rows first: what needs most memory fails first."""
     groups: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault((len(row.inputs), len(row.targets)), []).append(index)
-    for (length, _), members in sorted(groups.items(), reverse=True):
-        size = max(1, budget // length)
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
+    return [members for _, members in sorted(groups.items(), reverse=True)]
 
 
 def score(
-    model: Model, rows: list[Row], budget: int, beat: Callable[[], None], extra: Extra | None = None
+    model: Model, rows: list[Row], budget: Budget | int, beat: Callable[[], None], extra: Extra | None = None
 ) -> list[Losses]:
     """Return the losses of each row's targets, in nats on the grid. ``beat`` is called after each batch.
 
-    ``extra`` takes the sums for calibration, if it is given; all rows then go through whole logits.
+    ``extra`` takes the sums for calibration, if it is given; all rows then go through whole logits. Where a batch does
+    not fit into memory, half of it is tried, and so on; raises what torch raises when a single row does not fit.
     loss = logsumexp(logits) - logits[target] over float32 logits, then float64 and one rounding to 2^-30 nat.
     """
+    budget = Budget(budget) if isinstance(budget, int) else budget
     results: list[Losses | None] = [None] * len(rows)
     single = [i for i, row in enumerate(rows) if extra is None and _goes_alone(model, row)]
     alone = sorted(single, key=lambda i: -len(rows[i].inputs))
     for index, losses in zip(alone, lanes.each(lambda i: _row(model, rows[i]), alone, beat), strict=True):
         results[index] = losses
     others = [i for i, found in enumerate(results) if found is None]
-    for batch in batches([rows[i] for i in others], budget):
-        members = [others[k] for k in batch]
-        inputs = np.stack([rows[i].inputs for i in members])
-        ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64)).to(model.device)
-        targets = torch.from_numpy(np.stack([rows[i].targets for i in members]).astype(np.int64)).to(model.device)
-        with torch.inference_mode():
-            losses = _losses(model, ids, targets, extra)
-        steps, finite, nan = _on_grid(losses)
-        for k, index in enumerate(members):
-            results[index] = Losses(steps[k], finite[k], nan[k])
-        beat()
+    for group in by_shape([rows[i] for i in others]):
+        left = [others[k] for k in group]
+        while left:
+            members = left[: budget.rows(len(rows[left[0]].inputs))]
+            tokens = len(members) * len(rows[left[0]].inputs)
+            sums = None if extra is None else Extra()
+            started = time.perf_counter()
+            try:
+                found = _batch(model, [rows[i] for i in members], sums)
+            except (RuntimeError, MemoryError) as error:
+                if not lanes.is_memory(error) or len(members) == 1:
+                    raise
+                budget.failed(tokens)
+                if model.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                continue
+            budget.took(tokens, time.perf_counter() - started)
+            if extra is not None and sums is not None:
+                extra.take(sums)
+            for index, losses in zip(members, found, strict=True):
+                results[index] = losses
+            left = left[len(members) :]
+            beat()
     return [r for r in results if r is not None]
+
+
+def _batch(model: Model, rows: list[Row], extra: Extra | None) -> list[Losses]:
+    """Score rows of one shape together."""
+    inputs = np.stack([row.inputs for row in rows])
+    ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64)).to(model.device)
+    targets = torch.from_numpy(np.stack([row.targets for row in rows]).astype(np.int64)).to(model.device)
+    with torch.inference_mode():
+        steps, finite, nan = _on_grid(_losses(model, ids, targets, extra))
+    return [Losses(steps[k], finite[k], nan[k]) for k in range(len(rows))]
 
 
 def _goes_alone(model: Model, row: Row) -> bool:

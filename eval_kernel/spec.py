@@ -133,9 +133,16 @@ class WindowSpec(_Section):
 class BatchSpec(_Section):
     """How windows go through the model together; part of the plan, so a node's memory never changes a value."""
 
-    tokens: int = Field(
-        4096, ge=1, le=1 << 22, description="Tokens per forward pass; one window goes even if it is longer"
+    tokens: Annotated[int, Field(ge=1, le=1 << 22)] | Literal["auto"] = Field(
+        4096,
+        description="Tokens per forward pass; one window goes even if it is longer. `auto`: each node measures which "
+        "size is fastest and fits (on GPUs the last bits may depend on it)",
     )
+
+    @property
+    def planned(self) -> int:
+        """What a manifest says: the number, or 0 for one that each node measures."""
+        return 0 if self.tokens == "auto" else self.tokens
 
 
 class ShardSpec(_Section):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from eval_kernel.precision import heap
+from eval_kernel import heap
 from eval_kernel.precision.canonical import Quantised
 from eval_kernel.precision.formats import DTYPE_NAMES
 from eval_kernel.precision.modules import CastEmbedding, CastLinear, QuantisedEmbedding, QuantisedLinear

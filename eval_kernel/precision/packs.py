@@ -15,11 +15,12 @@ from typing import BinaryIO
 
 import torch
 
+from eval_kernel import heap
 from eval_kernel.cachedir import locked, unusable
 from eval_kernel.checkpoint import TensorInfo, read_header
 from eval_kernel.errors import ModelCorrupt, ModelNotFound
 from eval_kernel.plan import digest_json
-from eval_kernel.precision import canonical, heap
+from eval_kernel.precision import canonical
 from eval_kernel.precision.canonical import Quantised
 from eval_kernel.precision.formats import FORMATS
 from eval_kernel.precision.plan import PrecisionPlan

@@ -35,10 +35,10 @@ def dyadic(tmp_path: Path) -> Path:
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9"),
             errors.OutOfMemory,
-            "batch.tokens",
+            "window.context",
         ),
-        (torch.OutOfMemoryError("CUDA out of memory.\nTried to"), errors.OutOfMemory, r"batch\.tokens \(now 77\)"),
-        (MemoryError(), errors.OutOfMemory, r"lower batch\.tokens"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to"), errors.OutOfMemory, r"window\.context \(now 512\)"),
+        (MemoryError(), errors.OutOfMemory, r"lower window\.context"),
         (
             RuntimeError("CUDA error: an illegal\naddress"),
             errors.ShardError,
