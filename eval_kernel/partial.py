@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,13 @@ class Execution:
     # class of weights -> format and kernel really used; "weights" -> digest of the quantised weights
     precision: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Share what is the same for thousands of shards: a coordinator keeps one of these for every one."""
+        for name in ("device", "dtype"):
+            object.__setattr__(self, name, sys.intern(getattr(self, name)))
+        for name in ("software", "precision"):
+            object.__setattr__(self, name, _shared(getattr(self, name)))
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         return {name: getattr(self, name) for name in self.__slots__}
@@ -116,3 +124,16 @@ class ScoredShard:
 
     partial: Partial
     execution: Execution
+
+
+#: Equal dicts of executions, one of each kind; beyond this many kinds nothing more is shared.
+_SHARED: dict[tuple[tuple[str, str], ...], dict[str, str]] = {}
+_MAX_SHARED = 4096
+
+
+def _shared(facts: dict[str, str]) -> dict[str, str]:
+    """Return a dict equal to ``facts``, the same one for each equal call; nobody changes it."""
+    key = tuple(facts.items())
+    if len(_SHARED) >= _MAX_SHARED:
+        return _SHARED.get(key, facts)
+    return _SHARED.setdefault(key, facts)

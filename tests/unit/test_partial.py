@@ -41,3 +41,13 @@ def test_an_execution_survives_json() -> None:
     before = Execution(1.5, "cuda:0 NVIDIA H100", "bfloat16", 4, 1 << 33, {"torch": "2.13.0"})
 
     assert before == Execution.from_json(json.loads(json.dumps(before.to_json())))
+
+
+def test_executions_share_equal_facts() -> None:
+    """Two executions with equal software and precision hold the same dicts, so that a million of them stay small."""
+    first, second = (
+        Execution.from_json(json.loads('{"software": {"torch": "2"}, "precision": {"mlp": "int8"}}')) for _ in range(2)
+    )
+    assert first == second
+    assert first.software is second.software
+    assert first.precision is second.precision
