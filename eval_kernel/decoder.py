@@ -155,7 +155,8 @@ def build(body: Any, config: Any) -> Decoder | None:
     parts = _children(body)
     if set(parts) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return None
-    if getattr(parts["rotary_emb"], "rope_type", None) not in ROPES:
+    rope = getattr(parts["rotary_emb"], "rope_type", None)  # a dictionary where layers differ in it
+    if not isinstance(rope, str) or rope not in ROPES:
         return None
     layers = [parts_of(layer) for layer in parts["layers"]]
     known = [layer for layer in layers if layer is not None]

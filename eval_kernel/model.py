@@ -33,7 +33,8 @@ class Model:
     ``hidden(ids)`` gives the last hidden states [rows, length, width]; ``logits(hidden)`` gives [positions, vocabulary]
     in the compute dtype. Where no seam was found, ``split`` is False and ``whole(ids, keep)`` gives the logits of the
     last ``keep`` positions [rows, keep, vocabulary]. ``rows`` is the fast way to score single rows, where there is
-    one; ``kernel`` says in a word or a line how this model computes.
+    one; ``kernel`` says in a word or a line how this model computes. ``scorer`` scores rows in ``scoring.score``'s
+    stead, for a model whose weights are not all here (``parallel``).
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Model:
     whole: Callable[[torch.Tensor, int], torch.Tensor]
     rows: fast.RowPath | None = None
     kernel: str = "transformers"
+    scorer: Callable[..., list[Any]] | None = None
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -73,6 +73,8 @@ def score(
     loss = logsumexp(logits) - logits[target] over float32 logits, then float64 and one rounding to 2^-30 nat.
     """
     budget = Budget(budget) if isinstance(budget, int) else budget
+    if model.scorer is not None:
+        return model.scorer(rows, budget, beat, extra)
     results: list[Losses | None] = [None] * len(rows)
     single = [i for i, row in enumerate(rows) if extra is None and _goes_alone(model, row)]
     alone = sorted(single, key=lambda i: -len(rows[i].inputs))
@@ -107,12 +109,18 @@ def score(
 
 def _batch(model: Model, rows: list[Row], extra: Extra | None) -> list[Losses]:
     """Score rows of one shape together."""
-    inputs = np.stack([row.inputs for row in rows])
-    ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64)).to(model.device)
-    targets = torch.from_numpy(np.stack([row.targets for row in rows]).astype(np.int64)).to(model.device)
+    ids, targets = tensors(model, rows)
     with torch.inference_mode():
-        steps, finite, nan = _on_grid(_losses(model, ids, targets, extra))
+        steps, finite, nan = on_grid(losses_of(model, ids, targets, extra))
     return [Losses(steps[k], finite[k], nan[k]) for k in range(len(rows))]
+
+
+def tensors(model: Model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, repeated where there are few, and targets of rows of one shape, on the model's device."""
+    inputs = np.stack([row.inputs for row in rows])
+    ids = torch.from_numpy(_repeated(inputs, MIN_ROWS // inputs.shape[1] + 1).astype(np.int64))
+    targets = torch.from_numpy(np.stack([row.targets for row in rows]).astype(np.int64))
+    return ids.to(model.device), targets.to(model.device)
 
 
 def _goes_alone(model: Model, row: Row) -> bool:
@@ -125,10 +133,10 @@ def _goes_alone(model: Model, row: Row) -> bool:
 def _row(model: Model, row: Row) -> Losses:
     assert model.rows is not None
     ids, targets = (torch.from_numpy(part.astype(np.int64)) for part in (row.inputs, row.targets))
-    return Losses(*_on_grid(model.rows.losses(ids, targets)))
+    return Losses(*on_grid(model.rows.losses(ids, targets)))
 
 
-def _on_grid(losses: torch.Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def on_grid(losses: torch.Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     """Losses in grid steps, which of them are finite, and which are NaN."""
     nan, finite = torch.isnan(losses), torch.isfinite(losses)
     steps = torch.where(finite, torch.round(losses.double() * STEPS_PER_NAT), 0.0).to(torch.int64)
@@ -140,7 +148,7 @@ def _repeated(inputs: npt.NDArray[np.int32], least: int) -> npt.NDArray[np.int32
     return inputs if len(inputs) >= least else np.resize(inputs, (least, inputs.shape[1]))
 
 
-def _losses(model: Model, ids: torch.Tensor, targets: torch.Tensor, extra: Extra | None) -> torch.Tensor:
+def losses_of(model: Model, ids: torch.Tensor, targets: torch.Tensor, extra: Extra | None) -> torch.Tensor:
     """Losses [rows, scored] in float32; ``ids`` may have more rows than ``targets``."""
     rows, scored = targets.shape
     if not model.split:

@@ -24,9 +24,9 @@ from eval_kernel.precision.assembly import Assembly, by_tensor
 from eval_kernel.precision.canonical import Quantised
 from eval_kernel.precision.formats import FORMATS, SHORT_NAMES
 from eval_kernel.precision.modules import QuantisedEmbedding, QuantisedLinear
-from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
+from eval_kernel.precision.plan import Outline, PrecisionPlan, TensorPlan, resolve
 from eval_kernel.precision.policy import PrecisionSpec
-from eval_kernel.precision.skeleton import build
+from eval_kernel.precision.skeleton import Skeleton, build
 from eval_kernel.precision.source import Origin, origin
 
 Note = Callable[[str], None]
@@ -45,6 +45,16 @@ class Loaded:
     used: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Ingredients:
+    """A model that is still to be put together: its empty modules, and where their weights come from."""
+
+    skeleton: Skeleton
+    source: Origin
+    plan: PrecisionPlan
+    pack: packs.Pack
+
+
 def load(
     checkpoint: Checkpoint,
     weights_digest: str,
@@ -58,23 +68,36 @@ def load(
 
     Raises ``ModelCorrupt``, ``ModelNotFinite``, ``ModelUnsupported``, ``PrecisionUnsupported`` and ``OutOfMemory``.
     """
-    with _memory(checkpoint, device):
-        skeleton = build(checkpoint, getattr(torch, plan.compute))
-        source = origin(checkpoint, skeleton, getattr(torch, plan.compute))
-        pack = packs.Pack({}, "")
-        if plan.quantised:
-            made = _maker(plan, skeleton.outline, source)
-            if plan.quantiser == "gptq":
-                made = _calibrating(checkpoint, plan, rows, note)
-            pack = packs.obtain(cache, weights_digest, plan, made, note)
-        module = Assembly(source, plan, skeleton.outline, device).all(pack.weights)
+    with memory(checkpoint, device):
+        found = ingredients(checkpoint, weights_digest, plan, cache, note, rows)
+        module = Assembly(found.source, plan, found.skeleton.outline, device).all(found.pack.weights)
         refused = accelerate(module, plan.kernels, getattr(torch, plan.compute))
-    return Loaded(module, pack.digest, skeleton.tensors is not None, used(module, plan, refused))
+    return Loaded(module, found.pack.digest, found.skeleton.tensors is not None, used(module, plan, refused))
+
+
+def ingredients(
+    checkpoint: Checkpoint,
+    weights_digest: str,
+    plan: PrecisionPlan,
+    cache: Path,
+    note: Note,
+    rows: torch.Tensor | None = None,
+) -> Ingredients:
+    """Return what a model is put together from; its weights are mapped, not loaded. Raises as ``load`` does."""
+    skeleton = build(checkpoint, getattr(torch, plan.compute))
+    source = origin(checkpoint, skeleton, getattr(torch, plan.compute))
+    pack = packs.Pack({}, "")
+    if plan.quantised:
+        made = _maker(plan, skeleton.outline, source)
+        if plan.quantiser == "gptq":
+            made = _calibrating(checkpoint, plan, rows, note)
+        pack = packs.obtain(cache, weights_digest, plan, made, note)
+    return Ingredients(skeleton, source, plan, pack)
 
 
 def load_floats(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any:
     """Load a model with every weight in one float dtype (torch's name). Raises as ``load`` does."""
-    with _memory(checkpoint, device):
+    with memory(checkpoint, device):
         skeleton = build(checkpoint, getattr(torch, dtype))
         plan = resolve(PrecisionSpec(default=SHORT_NAMES[dtype]), skeleton.outline)
         source = origin(checkpoint, skeleton, getattr(torch, dtype))
@@ -82,7 +105,7 @@ def load_floats(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Any
 
 
 @contextmanager
-def _memory(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
+def memory(checkpoint: Checkpoint, device: torch.device) -> Iterator[None]:
     """Turn what libraries raise for want of memory into our own error."""
     try:
         yield
@@ -128,27 +151,32 @@ def used(module: Any, plan: PrecisionPlan, refused: dict[str, str]) -> dict[str,
 
     ``refused`` tells by format why a kernel was not used.
     """
+    weights = [t for t in plan.tensors if t.kind != "vector"]
+    return counted([(t.role, described(module.get_submodule(t.module), t, plan, refused)) for t in weights])
+
+
+def counted(found: list[tuple[str, str]]) -> dict[str, str]:
+    """Put together what the weights of each class are held in. What a node tells of itself is bounded where it ends."""
     counts: dict[str, Counter[str]] = {}
-    for t in plan.tensors:
-        if t.kind == "vector":
-            continue
-        layer = module.get_submodule(t.module)
-        if isinstance(layer, QuantisedLinear):
-            form = layer.quantised.format.name
-            why = f"; no fast kernel: {refused[form]}" if form in refused else ""
-            how = f"{form} weights, {plan.compute} products (dequantised{why})"
-        elif isinstance(layer, Int8Linear):
-            how = f"{t.format} weights, int8 products ({layer.route})"
-        elif isinstance(layer, PackedInt4Linear):
-            how = f"{layer.format.name} weights, {plan.compute} products ({layer.kernel})"
-        elif isinstance(layer, QuantisedEmbedding):
-            how = f"{layer.quantised.format.name} table"
-        else:
-            held = str(layer.get_parameter(t.name.rpartition(".")[2]).dtype).removeprefix("torch.")
-            how = held if held == plan.compute else f"{held} weights, {_wider(held, plan.compute)} products"
-        counts.setdefault(t.role, Counter())[how] += 1
-    # What a node tells of itself is bounded where it is received.
+    for role, how in found:
+        counts.setdefault(role, Counter())[how] += 1
     return {role: "; ".join(f"{n} x {how}" for how, n in sorted(found.items()))[:400] for role, found in counts.items()}
+
+
+def described(layer: Any, t: TensorPlan, plan: PrecisionPlan, refused: dict[str, str]) -> str:
+    """What one layer's weight is held and multiplied in."""
+    if isinstance(layer, QuantisedLinear):
+        form = layer.quantised.format.name
+        why = f"; no fast kernel: {refused[form]}" if form in refused else ""
+        return f"{form} weights, {plan.compute} products (dequantised{why})"
+    if isinstance(layer, Int8Linear):
+        return f"{t.format} weights, int8 products ({layer.route})"
+    if isinstance(layer, PackedInt4Linear):
+        return f"{layer.format.name} weights, {plan.compute} products ({layer.kernel})"
+    if isinstance(layer, QuantisedEmbedding):
+        return f"{layer.quantised.format.name} table"
+    held = str(layer.get_parameter(t.name.rpartition(".")[2]).dtype).removeprefix("torch.")
+    return held if held == plan.compute else f"{held} weights, {_wider(held, plan.compute)} products"
 
 
 def _wider(a: str, b: str) -> str:
