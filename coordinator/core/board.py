@@ -152,7 +152,7 @@ class Board:
         interrupted = old.running if old.running in old.leases else None
         for lease in list(old.leases.values()):
             self.give_back(lease)
-        self.shares.place(info.agent, "")
+        self.shares.place(old, "")
         fresh = self.nodes[info.agent] = Node(info, now)
         fresh.shards_done = old.shards_done
         return interrupted
@@ -172,9 +172,8 @@ class Board:
             rate = node.rate(job.key)
             lease.charge = lease.cost / rate if rate > 0 else 0.0
             job.lease_shard(shard, lease)
-            job.served = now
             self.shares.hold(job, lease.charge)
-            self.shares.place(node.agent, job.key)
+            self.shares.place(node, job.key)
         node.leases[holding] = lease
 
     def extend(self, node: Node, holding: Holding, now: float) -> bool:
@@ -247,7 +246,7 @@ class Board:
         self.members += 1
         if not node.connected:
             self.held_back.discard(node.agent)
-            self.shares.place(node.agent, "")
+            self.shares.place(node, "")
 
     def fleet(self, job: Job, now: float) -> Fleet:
         """Return the nodes that may score a job."""

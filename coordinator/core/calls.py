@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.core.facts import Facts
 from coordinator.core.states import Role
-from eval_kernel.errors import ConfigError
+from eval_kernel.errors import ConfigError, RequestInvalid
 from eval_kernel.plan import Manifest, ShardPlan
 
 #: The ``shard`` of a holding that is the planning of a job.
@@ -26,7 +26,7 @@ class SchedulerConfig:
     max_tries: int = 3  # failures of a shard, or of planning a job; twice as many expiries
     target_seconds: float = 10.0  # the longest duration of one assignment: what a lost node costs at most
     max_jobs_per_node: int = 2  # whose shards a node may hold at a time: one being scored, one to follow
-    ageing_seconds: float = 600.0  # waiting so long without a node counts like one more of priority
+    ageing_seconds: float = 600.0  # an age of so much counts like one more of priority
     switch_seconds: float = 60.0  # seconds of nodes by which a submitter may be ahead for the sake of a loaded model
     access_retry_seconds: float = 60.0  # how long a node that cannot run a job is not asked again
 
@@ -60,6 +60,33 @@ class Holding:
 
     job: str
     shard: int
+
+
+#: Bounds of what a submitter may ask for.
+MAX_PRIORITY, MAX_NODES = 100, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOptions:
+    """How a job is queued; nothing of it changes its result. Raises ``RequestInvalid``."""
+
+    submitter: str = ""  # whose fair share it is charged to
+    priority: int = 0  # higher goes first; waiting raises it
+    max_nodes: int = 0  # that may work on it at a time; 0: any number
+    fresh: bool = False  # score everything, even what an equal job of before has scored
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise RequestInvalid(f"priority is {self.priority}; allowed: -{MAX_PRIORITY} to {MAX_PRIORITY}")
+        if not 0 <= self.max_nodes <= MAX_NODES:
+            raise RequestInvalid(f"max_nodes is {self.max_nodes}; it must be 0 (any number) to {MAX_NODES}")
+        if len(self.submitter) > 100:
+            raise RequestInvalid(f"submitter has {len(self.submitter)} characters; at most 100 are allowed")
+
+
+#: What a job is submitted with unless something else is said.
+DEFAULT_OPTIONS = SubmitOptions()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ def reasons(job: Job, nodes: Collection[Node], draining: bool, now: float) -> li
         tries = job.plan_failures + job.plan_expiries
         lines.append(f"planning failed {_times(tries)}, last: {job.plan_failure.message}")
     lines += _trouble(job, nodes, now)
+    if job.max_nodes and len(job.holders) >= job.max_nodes and job.counts[ShardState.WAITING]:
+        lines.append(f"as many agents work on it as its limit (--max-nodes {job.max_nodes}) allows")
     if job.counts[ShardState.QUARANTINED]:
         lines.append(f"{_shards(job.counts[ShardState.QUARANTINED])} tried too often and given up")
     if draining:

@@ -82,7 +82,6 @@ class Job:
         self.plan_lease: Lease | None = None
         self.plan_granted: set[str] = set()
         self.holders: dict[str, int] = {}  # agent -> shards it holds
-        self.served = fact.at  # when it was given a node last
         self.duplicates = 0
         self.refused = 0
         self.changed = 1

@@ -66,6 +66,7 @@ class Node:
         self.speeds: dict[str, Speed] = {}  # by model and precision (throughput.work_key)
         self.loading: dict[str, float] = {}  # seconds that loading took, likewise
         self.loaded = ""  # what it has loaded, likewise
+        self.working = ""  # what it was given shards of last, likewise
         self.proven: set[str] = set()  # what it has computed as others do, likewise
         self.last_key = ""
         self.shards_done = 0
@@ -105,11 +106,10 @@ class Node:
 
     def measured(self, key: str, tokens: int, seconds: float, now: float) -> None:
         """Take a result into account, whatever becomes of it: so many input tokens took so many seconds."""
-        if key != self.loaded:
+        if key != self.last_key:
             # What the time since it began does not explain went into loading the model.
             self.loading[key] = max(0.0, now - self.busy_since - seconds)
-            self.loaded = key
-        self.last_key = key
+        self.loaded = self.last_key = key
         self.busy_since = now
         self.busy_seconds += seconds
         self.speeds.setdefault(key, Speed()).measured(tokens, seconds)

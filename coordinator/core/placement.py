@@ -45,11 +45,14 @@ def shards_to_score(
 ) -> Choice | None:
     """Take shards for the node from the queue of one job, or choose some that others hold; ``None``: none now."""
     running = [job for job in board.open.values() if job.state is JobState.RUNNING]
-    nodes = board.nodes
+    nodes, held_back = board.nodes, False
     for offer in offers(node, running, nodes, board.shares, config, loaded_job, now):
         job = offer.job
+        if held_back and job.key != node.working:
+            break  # it has enough for the end of what it works at: to load another model meanwhile is no gain
         much = lot(node, job, board.fleet(job, now), config, max_shards)
         if much is None:
+            held_back = held_back or job.key == node.working
             continue
         avoid = partial(better_elsewhere, node=node, job=job, nodes=nodes.values(), now=now)
         shards = job.take(min(max_shards, much.shards), much.tokens, avoid)

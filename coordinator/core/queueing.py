@@ -1,11 +1,11 @@
 """Whose job a node is offered first: priorities with ageing, fair shares between submitters, loaded models, limits.
 
-1. Only jobs of the highest *level* count. A job's level is its priority, and one more for every ``ageing_seconds``
-   for which it was given nothing: so no job waits for ever, however much more urgent ones arrive.
+1. Jobs of the highest *level* go first. A job's level is its priority, and one more for every ``ageing_seconds`` since
+   it was submitted, up to the highest priority there is: so no job waits for ever, however many urgent ones arrive.
 2. Among them the submitter who has used least goes first. Seconds of nodes are counted, those of work under lease
    included. A submitter who was away does not save up: they come back at the level of the poorest present.
 3. A node stays with the model it has loaded, whoever's job that is, until its submitter is ahead by more than the
-   ``switch_seconds`` and a multiple of what loading takes.
+   ``switch_seconds`` and a multiple of what loading takes, for every node there is.
 4. Of one submitter's jobs the oldest goes first, if loading its model is worth it: a model on which no node works is
    better than one that is being worked on and will soon be done.
 
@@ -26,9 +26,11 @@ from coordinator.core.throughput import may_score
 
 #: Joining others at a model costs a load. It is as good as the oldest job's turn where so many times the load is left
 #: to do, and better than idling where so many times are.
-WORTH_JOINING, BETTER_THAN_IDLE = 10.0, 2.0
-#: A node leaves a loaded model for fairness' sake when so many loads are lost to the others.
+WORTH_JOINING, BETTER_THAN_IDLE = 60.0, 2.0
+#: A node leaves a loaded model for fairness' sake when each node has so many loads' time to make good.
 LOADS_BEFORE_SWITCH = 10.0
+#: What loading takes before it was measured.
+GUESSED_LOAD_SECONDS = 10.0
 
 
 @dataclass(slots=True)
@@ -52,7 +54,6 @@ class Shares:
         """Begin with nobody."""
         self.of: defaultdict[str, Share] = defaultdict(Share)
         self.working: defaultdict[str, set[str]] = defaultdict(set)  # key -> agents last given a shard of it
-        self._at: dict[str, str] = {}  # agent -> key
         self._loads: dict[str, float] = {}  # key -> seconds of the last load
 
     def enter(self, job: Job) -> None:
@@ -79,27 +80,22 @@ class Shares:
         """A node has worked so long for the job."""
         self.of[job.submitter].used += seconds
 
-    def place(self, agent: str, key: str) -> None:
-        """An agent was given a shard of this model; an empty key: it works no more."""
-        old = self._at.get(agent, "")
-        if old == key:
-            return
-        self.working[old].discard(agent)
-        if key:
-            self._at[agent] = key
-            self.working[key].add(agent)
-        else:
-            self._at.pop(agent, None)
+    def place(self, node: Node, key: str) -> None:
+        """A node was given a shard of this model; an empty key: it works no more."""
+        if node.working != key:
+            self.working[node.working].discard(node.agent)
+            node.working = key
+            self.working[key].add(node.agent)
 
     def loaded(self, key: str, seconds: float) -> None:
         """A node has loaded a model within so many seconds."""
         self._loads[key] = seconds
 
     def load_seconds(self, key: str) -> float:
-        """Return what loading a model takes: as measured last, else the mean of other models, else 0."""
+        """Return what loading a model takes: as measured last, else the mean of other models, else a guess."""
         if key in self._loads:
             return self._loads[key]
-        return sum(self._loads.values()) / len(self._loads) if self._loads else 0.0
+        return sum(self._loads.values()) / len(self._loads) if self._loads else GUESSED_LOAD_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +116,9 @@ def within_limits(node: Node, job: Job, config: SchedulerConfig) -> bool:
     return len(jobs) < config.max_jobs_per_node
 
 
-def level(job: Job, config: SchedulerConfig, now: float) -> int:
-    """Return the priority that a job has by now."""
-    return job.priority + int((now - job.served) / config.ageing_seconds)
+def level(job: Job, highest: int, config: SchedulerConfig, now: float) -> int:
+    """Return the priority that a job has by now: its age raises it, up to the ``highest`` that any was given."""
+    return min(highest, job.priority + int((now - job.submitted.at) / config.ageing_seconds))
 
 
 def offers(
@@ -140,8 +136,9 @@ def offers(
         yield Offer(able[0], "it is the only job with work for it")
         return
     by_level: defaultdict[int, list[Job]] = defaultdict(list)
+    highest = max((job.priority for job in able), default=0)
     for job in able:
-        by_level[level(job, config, now)].append(job)
+        by_level[level(job, highest, config, now)].append(job)
     for rank in sorted(by_level, reverse=True):
         yield from _of_level(node, by_level[rank], nodes, shares, config, loaded_job)
 
@@ -165,8 +162,9 @@ def _of_level(
     poorest_first = sorted(theirs, key=lambda name: (shares.of[name].total, theirs[name][0].number))
     stay = [job for job in jobs if job.key == node.loaded]
     if stay:
-        ahead = shares.of[poorest_first[0]].total + config.switch_seconds
-        ahead += LOADS_BEFORE_SWITCH * shares.load_seconds(node.loaded)
+        # What all nodes do while one is away loading counts too: hence by the number of nodes.
+        slack = config.switch_seconds + LOADS_BEFORE_SWITCH * shares.load_seconds(node.loaded)
+        ahead = shares.of[poorest_first[0]].total + slack * max(1, len(nodes))
         fair = [job for job in stay if shares.of[job.submitter].total <= ahead]
         for job in sorted(fair, key=lambda job: (job.id != loaded_job, job.number)):
             yield Offer(job, "its model is loaded there")

@@ -130,7 +130,7 @@ class Results:
     def _measured(self, node: Node, job: Job, shard: Shard, scored: ScoredShard, now: float) -> None:
         """Learn from a result how fast its node is, and charge the submitter for it."""
         seconds = scored.execution.seconds
-        if job.key != node.loaded:
+        if job.key != node.last_key:
             self._board.shares.loaded(job.key, max(0.0, now - node.busy_since - seconds))
         node.measured(job.key, shard.plan.input_tokens, seconds, now)
         self._board.shares.use(job, seconds)

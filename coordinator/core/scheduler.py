@@ -14,11 +14,13 @@ from typing import Any
 from coordinator.core import facts as f
 from coordinator.core import invariants
 from coordinator.core.calls import (
+    DEFAULT_OPTIONS,
     Holding,
     NodeInfo,
     PlanWork,
     RenewAnswer,
     ScoreWork,
+    SubmitOptions,
     Submitted,
 )
 from coordinator.core.explain import reasons
@@ -51,7 +53,9 @@ class Scheduler(Results):
 
     # ------------------------------------------------------------ clients
 
-    def submit(self, job: str, key: str, spec_json: str, name: str, now: float) -> Submitted:
+    def submit(
+        self, job: str, key: str, spec_json: str, name: str, now: float, options: SubmitOptions = DEFAULT_OPTIONS
+    ) -> Submitted:
         """Make the job ``job`` (an id chosen by the caller), or return the one made under this key before.
 
         Raises ``JobKeyConflict`` for the same key with another specification, ``ValueError`` for an id in use.
@@ -63,7 +67,9 @@ class Scheduler(Results):
                     f"the key {key!r} was used for job {old.id} with another specification; choose another key"
                 )
             return Submitted(old.id, True, ())
-        return Submitted(job, False, self._board.record(f.JobSubmitted(job, key, name, spec_json, now)))
+        o = options
+        fact = f.JobSubmitted(job, key, name, spec_json, now, o.submitter, o.priority, o.max_nodes, o.fresh)
+        return Submitted(job, False, self._board.record(fact))
 
     def cancel(self, job: str, reason: str, now: float) -> Facts:
         """Cancel a job named by id or prefix; a settled one stays as it is. Raises ``UnknownJob``."""

@@ -33,7 +33,7 @@ def work_key(spec_json: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The nodes that may score a model now."""
+    """The nodes that may score a job now, those left out that are at work with another model."""
 
     nodes: int
     rate: float  # input tokens a second, all together; 0.0 when none was measured
@@ -57,7 +57,8 @@ class Fleets:
         kept = self._kept.get(job)
         if kept is not None and kept[0] == members and now < kept[1]:
             return kept[2]
-        fleet = _summed([node.rate(key) for node in nodes if may_score(node, job, now)])
+        free = [node for node in nodes if node.working in (key, "") or not node.leases]
+        fleet = _summed([node.rate(key) for node in free if may_score(node, job, now)])
         until = now + (KEEP_SECONDS if fleet.rate > 0 else KEEP_UNMEASURED_SECONDS)
         self._kept[job] = members, until, fleet
         return fleet
