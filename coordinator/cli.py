@@ -16,6 +16,7 @@ from coordinator.commands.check import check
 from coordinator.commands.compare import compare
 from coordinator.commands.demo import demo
 from coordinator.commands.jobs import cancel, jobs, submit, wait, watch
+from coordinator.commands.journal import app as journal
 from coordinator.commands.nodes import nodes
 from coordinator.commands.plan import plan
 from coordinator.commands.report import report
@@ -52,6 +53,7 @@ def application() -> typer.Typer:
 
     for command in (serve, submit, watch, wait, jobs, nodes, report, compare, plan, cancel, check, demo):
         app.command()(command)
+    app.add_typer(journal, name="journal")
     return app
 
 

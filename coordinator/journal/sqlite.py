@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 import struct
 import uuid
@@ -32,17 +33,18 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE UNIQUE INDEX one_commit ON fact (job, shard) WHERE kind = 'shard_committed'",
     ),
 )
-_BACKUP = "restore the data directory from a backup, or start with an empty one"
+_BACKUP = "`eval-coordinator journal salvage` keeps what is sound, `journal restore` puts a backup in its place"
 
 
-def open_journal(data_dir: Path) -> SqliteJournal:
-    """Open the journal of a data directory, making both if need be.
+def open_journal(data_dir: Path, identity: str | None = None) -> SqliteJournal:
+    """Open the journal of a data directory, making both if need be; ``identity`` is what a new one is called.
 
+    An older format is brought to the present one, after a copy was put beside it.
     Raises ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalNewer``, ``JournalCorrupt``, ``JournalFull``.
     """
     directory = Directory(data_dir)
     try:
-        return SqliteJournal(directory)
+        return SqliteJournal(directory, identity)
     except BaseException:
         directory.close()
         raise
@@ -51,37 +53,35 @@ def open_journal(data_dir: Path) -> SqliteJournal:
 class SqliteJournal:
     """An open journal; see ``base.Journal``. Made by ``open_journal``."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, identity: str | None = None) -> None:
         """Open or make the file in a locked directory; raises as ``open_journal``."""
         self._directory = directory
         self._path = directory.path / FILE
         try:
             if not self._path.exists():
-                _make(directory, self._path)
-            _look_at_header(self._path)
+                _make(directory, self._path, identity)
+            look_at_header(self._path)
         except OSError as error:
             raise from_os(error, f"cannot use {self._path}") from None
         try:
             self._connection = _connect(self._path)
             try:
-                _migrate(self._connection, self._path)
-                self._identity = _identity(self._connection, self._path)
+                _upgrade(self._connection, self._path)
+                self._identity = identity_of(self._connection, self._path)
                 last = self._connection.execute("SELECT seq, checksum FROM fact ORDER BY seq DESC LIMIT 1").fetchone()
             except BaseException:
                 self._connection.close()
                 raise
         except sqlite3.Error as error:
             raise self._translated(error) from None
-        self._seed = hashlib.sha256(self._identity.encode()).digest()
+        self._seed = seed_of(self._identity)
         self._count: int = last[0] if last else 0
         self._checksum: bytes = last[1] if last else self._seed
-        if self._count < directory.head:
+        try:
+            check_head(self._path, self._count, directory.head)
+        except JournalCorrupt:
             self._connection.close()
-            raise JournalCorrupt(
-                f"{self._path} ends at fact {self._count}, but {directory.head} were written: {FILE}-wal was removed "
-                f"or cut short, or an old copy put in place; restore all of {directory.path}, or remove its file "
-                "'head' to go on without the facts that are missing (their shards are scored again)"
-            )
+            raise
 
     @property
     def identity(self) -> str:
@@ -95,22 +95,15 @@ class SqliteJournal:
 
     def facts(self) -> Iterator[Fact]:
         """Yield every fact in order, its checksum verified. Raises ``JournalCorrupt``, ``JournalNewer``."""
-        expected, previous = 1, self._seed
+        number = 0
         try:
-            rows = self._connection.execute("SELECT seq, kind, job, shard, body, checksum FROM fact ORDER BY seq")
-            for seq, kind, job, shard, body, checksum in rows:
-                if seq != expected:
-                    raise JournalCorrupt(f"{self._path}: row {expected} is missing; {_BACKUP}")
-                row = Row(kind, job, shard, body)
-                previous = _chained(previous, seq, row)
-                if previous != checksum:
-                    raise JournalCorrupt(f"{self._path}: row {seq} fails its checksum; {_BACKUP}")
-                yield decode(row, f"{self._path}: row {seq}")
-                expected += 1
+            for fact in verified(self._connection, self._path, self._identity):
+                number += 1
+                yield fact
         except sqlite3.Error as error:
             raise self._translated(error) from None
-        if expected != self._count + 1:
-            raise JournalCorrupt(f"{self._path}: row {expected} is missing; {_BACKUP}")
+        if number != self._count:
+            raise JournalCorrupt(f"{self._path}: row {number + 1} is missing; {_BACKUP}")
 
     def append(self, facts: Sequence[Fact]) -> None:
         """Write the facts in one transaction; durable on return. See ``base.Journal.append`` for what is raised."""
@@ -118,7 +111,7 @@ class SqliteJournal:
         rows = []
         for row in map(encode, facts):
             count += 1
-            checksum = _chained(checksum, count, row)
+            checksum = chained(checksum, count, row)
             rows.append((count, row.kind, row.job, row.shard, row.body, checksum))
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -144,11 +137,44 @@ class SqliteJournal:
             self._directory.close()
 
     def _translated(self, error: sqlite3.Error) -> FedevalError:
-        return _translate(error, self._path)
+        return translate(error, self._path)
 
 
-def _chained(previous: bytes, seq: int, row: Row) -> bytes:
-    """The checksum of a row: over the one before it and all that the row says."""
+def verified(connection: sqlite3.Connection, path: Path, identity: str) -> Iterator[Fact]:
+    """Yield the facts of a journal in order, each one's checksum verified.
+
+    Raises ``JournalCorrupt``, ``JournalNewer``, and what SQLite raises.
+    """
+    expected, previous = 1, seed_of(identity)
+    rows = connection.execute("SELECT seq, kind, job, shard, body, checksum FROM fact ORDER BY seq")
+    for seq, kind, job, shard, body, checksum in rows:
+        if seq != expected:
+            raise JournalCorrupt(f"{path}: row {expected} is missing; {_BACKUP}")
+        row = Row(kind, job, shard, body)
+        previous = chained(previous, seq, row)
+        if previous != checksum:
+            raise JournalCorrupt(f"{path}: row {seq} fails its checksum; {_BACKUP}")
+        yield decode(row, f"{path}: row {seq}")
+        expected += 1
+
+
+def check_head(path: Path, count: int, head: int) -> None:
+    """Raise ``JournalCorrupt`` if a journal of ``count`` facts ends before the note beside it says."""
+    if count < head:
+        raise JournalCorrupt(
+            f"{path} ends at fact {count}, but {head} were written: {FILE}-wal was removed or cut short, or an old "
+            f"copy put in place; put back all of {path.parent}, or `eval-coordinator journal salvage` to go on "
+            "without the facts that are missing (their shards are scored again)"
+        )
+
+
+def seed_of(identity: str) -> bytes:
+    """What the first row's checksum is chained to."""
+    return hashlib.sha256(identity.encode()).digest()
+
+
+def chained(previous: bytes, seq: int, row: Row) -> bytes:
+    """Return the checksum of a row: over the one before it and all that the row says."""
     content = json.dumps([seq, row.kind, row.job, row.body], separators=(",", ":")).encode()
     return hashlib.sha256(previous + content).digest()
 
@@ -170,7 +196,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _make(directory: Directory, path: Path) -> None:
+def _make(directory: Directory, path: Path, identity: str | None) -> None:
     """Make an empty journal whole under another name, then rename it: a crash never leaves half of one."""
     new = path.with_name(f"{FILE}.new")
     for left_over in (new, new.with_name(f"{new.name}-journal")):
@@ -179,16 +205,16 @@ def _make(directory: Directory, path: Path) -> None:
     try:
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         _migrate(connection, new)
-        connection.execute("INSERT INTO meta VALUES ('identity', ?)", (str(uuid.uuid4()),))
+        connection.execute("INSERT INTO meta VALUES ('identity', ?)", (identity or str(uuid.uuid4()),))
     except sqlite3.Error as error:
-        raise _translate(error, path) from None
+        raise translate(error, path) from None
     finally:
         connection.close()
     new.replace(path)
     directory.sync()
 
 
-def _look_at_header(path: Path) -> None:
+def look_at_header(path: Path) -> None:
     """Refuse what is no journal of ours, or a newer one, before SQLite touches the file."""
     with path.open("rb") as file:
         header = file.read(100)
@@ -216,6 +242,34 @@ def _refuse_newer(version: int, path: Path) -> None:
         )
 
 
+def _upgrade(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring an older journal to the present format, after a copy of it was put beside it, whole and flushed."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if 0 < version < len(MIGRATIONS):
+        copy_whole(connection, path.with_name(f"{FILE}.format-{version}"))
+    _migrate(connection, path)
+
+
+def copy_whole(connection: sqlite3.Connection, target: Path) -> None:
+    """Copy a journal, while it is in use if need be, into one file that is there whole or not at all."""
+    new = target.with_name(f"{target.name}.new")
+    new.unlink(missing_ok=True)
+    copy = sqlite3.connect(new, isolation_level=None)
+    try:
+        connection.backup(copy)
+        copy.execute("PRAGMA journal_mode=DELETE")  # one file, with nothing beside it
+    finally:
+        copy.close()
+    with new.open("rb") as file:
+        os.fsync(file.fileno())
+    new.replace(target)
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     """Bring a journal to the present format, one transaction a version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -228,14 +282,15 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute("COMMIT")
 
 
-def _identity(connection: sqlite3.Connection, path: Path) -> str:
+def identity_of(connection: sqlite3.Connection, path: Path) -> str:
+    """Return the UUID that a journal was given at birth; raises ``JournalCorrupt`` where it has lost it."""
     found = connection.execute("SELECT value FROM meta WHERE name = 'identity'").fetchone()
     if found is None:
         raise JournalCorrupt(f"{path} has lost its identity; {_BACKUP}")
     return str(found[0])
 
 
-def _translate(error: sqlite3.Error, path: Path) -> FedevalError:
+def translate(error: sqlite3.Error, path: Path) -> FedevalError:
     """Return what an error of SQLite means to the user."""
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF  # the rest tells variants of it apart

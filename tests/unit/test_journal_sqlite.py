@@ -18,6 +18,7 @@ import pytest
 from coordinator.core import facts as f
 from coordinator.journal import MemoryJournal, open_journal
 from coordinator.journal.base import decode, encode
+from coordinator.journal.salvage import salvage
 from coordinator.journal.sqlite import FILE, MIGRATIONS
 from eval_kernel.errors import DirectoryLocked, DirectoryUnusable, JournalCorrupt, JournalFull, JournalNewer
 from tests.support.core_cases import make_plan, make_scored
@@ -222,9 +223,9 @@ def test_a_wal_that_is_gone_is_noticed(data: Path, holder: subprocess.Popen[str]
         open_journal(data)
     wal.unlink(missing_ok=True)
     (data / f"{FILE}-shm").unlink(missing_ok=True)
-    with pytest.raises(JournalCorrupt, match="remove its file 'head'"):
+    with pytest.raises(JournalCorrupt, match="eval-coordinator journal salvage"):
         open_journal(data)
-    (data / "head").unlink()
+    assert (8,) == salvage(data).lost
 
     assert FACTS == replay(data), "the remedy that the message names works"
 
