@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, tokenizer
+from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, pace, tokenizer
 from eval_kernel.budget import Budget, Measured
 from eval_kernel.errors import (
     ContextTooLong,
@@ -130,7 +130,11 @@ class Engine:
             where = f"model {inputs.checkpoint.directory}"
             dtype = model.DTYPES[precision.compute]
             used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
-            self._loaded = (key, model.prepare(loaded.module, self.device, dtype, where), used)
+            ready = model.prepare(loaded.module, self.device, dtype, where)
+            if not (precision.uniform and dtype == torch.float32):
+                rows = ready.rows is not None
+                used = {**used, **pace.finding(loaded.module, self.device, dtype, rows, self.config.cache)}
+            self._loaded = (key, ready, used)
         budget = self._budget(spec, manifest, key)
         return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], budget, self.config.cache, spec)
 
