@@ -21,7 +21,9 @@ from tests.support.core_cases import make_scored, running_job
 #: What an int64 of the wire can hold, and a double.
 numbers = st.one_of(st.integers(-2, 50), st.sampled_from((1 << 31, 1 << 53, (1 << 63) - 1, -(1 << 63))))
 reals = st.one_of(st.floats(), st.sampled_from((math.nan, math.inf, -math.inf, -0.0, 1e308)))
-texts = st.one_of(st.text(st.characters(codec="utf-8"), max_size=8), st.sampled_from(("\x00", "\u2028", "a" * 5000, "nan")))
+texts = st.one_of(
+    st.text(st.characters(codec="utf-8"), max_size=8), st.sampled_from(("\x00", "\u2028", "a" * 5000, "nan"))
+)
 tables = st.dictionaries(texts, texts, max_size=3)
 
 
