@@ -6,7 +6,7 @@ What the job's ingredients are is ``engine``'s business.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -79,6 +79,22 @@ class Evaluation:
         ready = self._model
         kernel = ready.kernel if ready.rows is not None else f"{ready.kernel}, {self._budget.tokens} tokens at once"
         return ScoredShard(partial, execution(ready.device, ready.dtype, seconds, kernel, self._used))
+
+    def logits(self, shard: ShardPlan, piece: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield float32 logits [positions, vocabulary] of a shard's scored tokens, and these; ``piece`` at a time."""
+        ready = self._model
+        for window in self._inputs.layout.windows(shard.first_window, shard.windows):
+            row = self._row(window)
+            ids = torch.from_numpy(row.inputs.astype(np.int64)).to(ready.device).unsqueeze(0)
+            targets = torch.from_numpy(row.targets.astype(np.int64)).to(ready.device)
+            # A generator that yields inside of a mode would leave its caller in it.
+            with torch.inference_mode():
+                found = ready.hidden(ids)[0, -len(targets) :] if ready.split else ready.whole(ids, len(targets))[0]
+            for start in range(0, len(targets), piece):
+                part = found[start : start + piece]
+                with torch.inference_mode():
+                    logits = (ready.logits(part) if ready.split else part).float()
+                yield logits, targets[start : start + piece]
 
     def close(self) -> None:
         """End the evaluation. The corpus is unmapped with this object; the engine keeps the model for the next job."""

@@ -74,6 +74,11 @@ class Table:
         """The fewest bytes that any choice comes to."""
         return self.fixed + sum(min(sizes) for sizes in self.sizes)
 
+    def chosen(self, choice: Mapping[str, str], gap: float = 0.0) -> Chosen:
+        """A choice with its policy, and what is expected of it."""
+        policy = policy_of(self.groups, choice, self.base)
+        return Chosen(choice, policy, self.bytes_of(choice), predicted(self.sensitivity, choice), gap)
+
     def bytes_of(self, choice: Mapping[str, str]) -> int:
         """Bytes of all weights under a choice."""
         return self.fixed + sum(group.bytes_in(choice[group.name]) or 0 for group in self.groups)
@@ -90,9 +95,7 @@ class Table:
         if found is None:
             return None
         picked = zip(self.groups, self.names, found.picks, strict=True)
-        choice = {group.name: names[k] for group, names, k in picked}
-        policy = policy_of(self.groups, choice, self.base)
-        return Chosen(choice, policy, self.bytes_of(choice), predicted(self.sensitivity, choice), found.gap)
+        return self.chosen({group.name: names[k] for group, names, k in picked}, found.gap)
 
 
 def baselines(table: Table) -> dict[str, dict[str, str]]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from eval_kernel.errors import ModelUnsupported
-from eval_kernel.gridsum import STEPS_PER_NAT
-from eval_kernel.precision import calibrated, canonical, gptq, search
+from eval_kernel.precision import calibrated, canonical, distance, gptq, search
 from eval_kernel.precision.formats import FORMATS, Kind
 from eval_kernel.precision.groups import Cell, Group
 from eval_kernel.precision.plan import Weight
@@ -158,11 +157,8 @@ def _compare(reference: torch.Tensor, logits: torch.Tensor, row: torch.Tensor) -
     for start in range(0, len(targets), CHUNK):
         part = slice(start, min(start + CHUNK, len(targets)))
         p, q = reference[part], torch.log_softmax(logits[part], -1)
-        # Rounded token by token, as losses are: sums do not depend on how tokens are spread over nodes.
-        kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
-        divergence += int(torch.round(kl.double() * STEPS_PER_NAT).to(torch.int64).sum())
+        divergence += distance.steps(distance.divergence(p, q))
         index = targets[part].unsqueeze(-1)
-        difference = (p.gather(-1, index) - q.gather(-1, index)).double()
-        change += int(torch.round(difference * STEPS_PER_NAT).to(torch.int64).sum())
-        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        change += distance.steps(p.gather(-1, index) - q.gather(-1, index))
+        same += distance.agreements(p, q)
     return len(targets), divergence, change, same
