@@ -3,4 +3,4 @@
 __version__ = "0.1.0"
 
 #: Bumped whenever a change could alter a sum or a count; part of every result's provenance.
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3

@@ -4,25 +4,87 @@ What the model is stays transformers' business: its norms, its rotary tables and
 and ``build`` returns None for any module with a part that it does not know. Whether the path computes what the model
 does is proved by ``model``'s self-test before it is used.
 
-A row is cut into blocks of ``BLOCK`` tokens from its start, so what a row yields depends on that row alone: not on
-the batch, the order or the number of threads.
+A row is cut into blocks of ``BLOCK`` tokens from its start; short rows share a block, which is always full. So what a
+row yields depends on that row alone, not on the batch or the order: the bits of a product of so many rows may depend on
+how many there are, but not on where among them a row stands, nor on the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from eval_kernel import head
 from eval_kernel.attention import Attention
-from eval_kernel.kernels import FUSED, Int8Linear, PackedLinear, quantise
+from eval_kernel.kernels import FUSED, Int8Linear, PackedLinear, opened, quantise
 
 #: Tokens that go through a layer's products together.
 BLOCK = 256
+#: Rows of at most so many tokens share blocks: alone, they would be slower by the time it takes to read the weights.
+SHORT = 128
+#: A layer whose quantised weights would take more bytes than this as floats stays as it is: each lane opens its own.
+OPEN_BYTES = 256 << 20
 #: Rotary tables that depend on the length of the row are left to transformers.
 ROPES = {"default", "linear", "llama3", "yarn"}
+
+
+#: Where each row of a strip begins and ends.
+Spans = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Rows of token ids that go through the layers together, end to end: one long row, or short ones and a filler."""
+
+    ids: torch.Tensor
+    spans: Spans
+    room: int  # of the keys and values; one number for short rows, so that their memory looks the same in any company
+
+    @classmethod
+    def of(cls, rows: Sequence[torch.Tensor]) -> Strip:
+        """Lay out rows that ``gathered`` put together."""
+        lengths = [len(row) for row in rows]
+        if lengths[0] > SHORT:
+            (ids,) = rows
+            return cls(ids, ((0, len(ids)),), len(ids))
+        ends = list(accumulate(lengths))
+        ids = torch.zeros(BLOCK, dtype=torch.int64)
+        ids[: ends[-1]] = torch.cat(list(rows))
+        return cls(ids, tuple(zip([0, *ends], ends, strict=False)), SHORT)
+
+    @property
+    def single(self) -> bool:
+        """Whether this is one long row."""
+        return self.room > SHORT
+
+    def unneeded(self, scored: Sequence[int]) -> int:
+        """The positions from the start whose last states nobody wants."""
+        return len(self.ids) - scored[0] if self.single else 0
+
+
+def gathered(lengths: Sequence[int]) -> list[list[int]]:
+    """Put rows together, by their indices: long ones each for itself, then short ones, as many as a block has room for.
+
+    What takes longest comes first.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found = [[i] for i in order if lengths[i] > SHORT]
+    short = [i for i in order if lengths[i] <= SHORT]
+    while short:
+        left, members, rest = BLOCK, [], []
+        for i in short:
+            if lengths[i] <= left:
+                members.append(i)
+                left -= lengths[i]
+            else:
+                rest.append(i)
+        found.append(members)
+        short = rest
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +105,15 @@ class Layer:
     activation: torch.nn.Module
     scaling: float
 
+    def opened(self, dtype: torch.dtype) -> Layer:
+        """Return the layer with its stored-small weights dequantised: once for a row, not once for each block."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        small = {name: part for name, part in found.items() if hasattr(part, "dense")}
+        size = sum(part.in_features * part.out_features for part in small.values()) * dtype.itemsize
+        if not small or size > OPEN_BYTES:
+            return self
+        return replace(self, **{name: opened(part, dtype) for name, part in small.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -56,51 +127,67 @@ class Decoder:
     activation: str
     longest: int | None
 
-    def states(self, ids: torch.Tensor, scored: int) -> torch.Tensor:
-        """Return the hidden states of the last ``scored`` positions of one row of token ids, normed for the head."""
-        x = self.embedding(ids)
-        tables, attention = self.tables(len(ids)), self.attention(len(ids), x.dtype)
+    def states(self, strip: Strip, scored: Sequence[int]) -> torch.Tensor:
+        """Return what ``ending`` does, from token ids."""
+        x = self.embedding(strip.ids)
+        tables, attention = self.tables(strip), self.attention(strip.room, x.dtype)
         for number, layer in enumerate(self.layers):
             # In the last layer only what is scored needs more than keys and values.
-            needed = len(ids) - scored if number == len(self.layers) - 1 else 0
-            self.advance(layer, x, tables, attention, needed)
-        return self.norm(x[len(ids) - scored :])
+            needed = strip.unneeded(scored) if number == len(self.layers) - 1 else 0
+            self.advance(layer, x, strip.spans, tables, attention, needed)
+        return self.ending(x, strip, scored)
 
-    def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rotary tables [1, length, width] of a row: cosines and sines."""
-        cos, sin = self.rotary(torch.empty(0), torch.arange(length).unsqueeze(0))
+    def tables(self, strip: Strip) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotary tables [1, tokens, width] of a strip: cosines and sines. Each row begins at position 0."""
+        positions = torch.zeros(len(strip.ids), dtype=torch.int64)
+        for start, end in strip.spans:
+            positions[start:end] = torch.arange(end - start)
+        cos, sin = self.rotary(torch.empty(0), positions.unsqueeze(0))
         return cos, sin
 
-    def attention(self, length: int, dtype: torch.dtype) -> Attention:
-        """Return room for the keys and values of one row, which all its layers use in turn."""
+    def attention(self, room: int, dtype: torch.dtype) -> Attention:
+        """Return room for the keys and values of one row, which all layers, and all rows of a strip, use in turn."""
         first = self.layers[0]
         heads, shared = (layer.out_features // self.width for layer in (first.queries, first.keys))
-        return Attention(heads, shared, length, self.width, dtype)
+        return Attention(heads, shared, room, self.width, dtype)
 
     def advance(
         self,
         layer: Layer,
         x: torch.Tensor,
+        spans: Spans,
         tables: tuple[torch.Tensor, torch.Tensor],
         attention: Attention,
         needed: int,
     ) -> None:
-        """Take one row's states [length, width] through a layer, in place; before ``needed`` they end useless."""
-        length = len(x)
+        """Take a strip's states [tokens, width] through a layer, in place; before ``needed`` they end useless."""
+        length, layer = len(x), layer.opened(x.dtype)
         for start in range(0, length, BLOCK):
             part = slice(start, min(length, start + BLOCK))
             cos, sin = (table[0, part] for table in tables)
             h = layer.norm(x[part])
+            queries = None
             if part.stop <= needed:
                 keys, values = project(h, (layer.keys, layer.values))
             else:
                 queries, keys, values = project(h, (layer.queries, layer.keys, layer.values))
-            keys = self._heads(keys, layer.key_norm)
-            attention.put(start, rotate(keys, cos, sin), self._heads(values, None))
-            if part.stop > needed:
-                queries = self._heads(queries, layer.query_norm)
-                mixed = attention.attend(start, rotate(queries, cos * layer.scaling, sin * layer.scaling))
+                queries = rotate(self._heads(queries, layer.query_norm), cos * layer.scaling, sin * layer.scaling)
+            keys, values = rotate(self._heads(keys, layer.key_norm), cos, sin), self._heads(values, None)
+            mixed = _attended(attention, spans, part, queries, keys, values)
+            if mixed is not None:
                 x[part] = self._mlp(layer, plus(layer.output, mixed, x[part]))
+
+    def ending(self, x: torch.Tensor, strip: Strip, scored: Sequence[int]) -> torch.Tensor:
+        """Return the hidden states that predict each row's last ``scored`` targets, row after row, normed for the head.
+
+        Behind those of short rows are some that mean nothing, so that the head sees full blocks.
+        """
+        if strip.single:
+            return self.norm(x[len(x) - scored[0] :])
+        wanted = [torch.arange(end - count, end) for (_, end), count in zip(strip.spans, scored, strict=True)]
+        size = sum(scored)
+        filler = torch.zeros(-size % head.BLOCK, dtype=torch.int64)
+        return self.norm(x[torch.cat([*wanted, filler])])
 
     def _heads(self, x: torch.Tensor, norm: torch.nn.Module | None) -> torch.Tensor:
         x = x.view(x.shape[0], -1, self.width)
@@ -115,6 +202,27 @@ class Decoder:
             a, b = project(h, (gate, up))
             inner = layer.activation(a).mul_(b)
         return plus(layer.down, inner, x)
+
+
+def _attended(
+    attention: Attention,
+    spans: Spans,
+    part: slice,
+    queries: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor | None:
+    """Keep a block's keys and values and let each row's queries attend to its own; [positions, heads * width]."""
+    if len(spans) == 1 and spans[0][1] >= part.stop:
+        attention.put(part.start, keys, values)
+        return None if queries is None else attention.attend(part.start, queries)
+    assert queries is not None, "only single rows leave queries out"
+    mixed = torch.zeros(queries.shape[1], queries.shape[0] * queries.shape[2], dtype=values.dtype)
+    for start, end in spans:
+        row = slice(start - part.start, end - part.start)
+        attention.put(0, keys[:, row], values[row])
+        mixed[row] = attention.attend(0, queries[:, row])
+    return mixed
 
 
 def project(x: torch.Tensor, layers: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

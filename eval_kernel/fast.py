@@ -1,4 +1,4 @@
-"""The fast way to score a row on a CPU, proved against transformers on a few tokens before it is used.
+"""The fast way to score rows on a CPU, proved against transformers on a few tokens before it is used.
 
 ``prepare`` packs a model's weights and puts ``decoder`` and ``head`` together. Which rows come this way is
 ``scoring``'s business.
@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from eval_kernel.head import Head, Shape
 PROBE = decoder.BLOCK + 50
 #: Largest relative difference of the probe's loss sum from transformers'.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-3}
-#: The same with int8 layers: what bf16 rounds otherwise is rounded to int8 otherwise, some steps further.
+#: The same where inputs are rounded to int8: what bf16 rounds otherwise may be rounded to another step of int8.
 INT8_TOLERANCE = 1e-2
 
 #: Logits [rows, keep, vocabulary] of the last ``keep`` positions of token ids [rows, length].
@@ -28,7 +28,7 @@ Whole = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RowPath:
-    """A model whose rows are scored one by one. ``longest`` is the longest row it is right for, None means any."""
+    """A model whose rows are scored for themselves. ``longest`` is the longest row it is right for, None means any."""
 
     body: decoder.Decoder
     head: Head
@@ -38,10 +38,14 @@ class RowPath:
         """Rows with more tokens than this must go through transformers."""
         return self.body.longest
 
-    def losses(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return float64 losses of ``targets``, which follow the last ``len(targets)`` of ``ids``."""
+    def losses(self, rows: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return float64 losses of each row's targets, which follow the last of its token ids.
+
+        The rows are such as ``decoder.gathered`` puts together.
+        """
         with torch.inference_mode():
-            return self.head.losses(self.body.states(ids, len(targets)), targets)
+            states = self.body.states(decoder.Strip.of(rows), [len(wanted) for wanted in targets])
+            return self.head.losses_by_row(states, targets)
 
 
 def prepare(module: Any, shape: Shape, whole: Whole) -> tuple[RowPath | None, str]:
@@ -71,12 +75,16 @@ def prepare(module: Any, shape: Shape, whole: Whole) -> tuple[RowPath | None, st
         built = decoder.build(body, config)
         assert built is not None
         path = RowPath(built, Head(module.get_output_embeddings(), shape))
-        got = path.losses(ids, targets).sum()
+        got = path.losses([ids], [targets])[0].sum()
     difference = abs(float(got - expected)) / abs(float(expected))
-    integers = any(isinstance(layer, kernels.Int8Linear) for layer in module.modules())
-    if not difference <= (INT8_TOLERANCE if integers else TOLERANCE[dtype]):
+    if not difference <= tolerance(module, dtype):
         return None, f"transformers (the fast path's self-test was off by {difference:.1e} of the loss)"
     return path, f"rows/{decoder.BLOCK}, {'onednn' if packed else 'plain'} products"
+
+
+def tolerance(module: torch.nn.Module, dtype: torch.dtype) -> float:
+    """Return the largest relative difference of loss sums that two ways through a module's layers may have."""
+    return INT8_TOLERANCE if any(kernels.rounds_inputs(layer) for layer in module.modules()) else TOLERANCE[dtype]
 
 
 def _total(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

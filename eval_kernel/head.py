@@ -2,11 +2,12 @@
 
 Per tile the logits' maximum and the sum of their exponentials are kept, and the target's logit where the tile has it;
 tiles are put together in float64. Positions are cut into blocks from the row's first scored one, so a position's loss
-does not depend on other rows.
+does not depend on other rows; those of short rows fill whole blocks together, for the same end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,10 @@ class Head:
         """
         return combined(self.parts(states, targets))
 
+    def losses_by_row(self, states: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As ``losses``, for the targets of several rows; ``states`` may go on behind them."""
+        return by_row(combined(self.parts(states, laid_out(states, targets))), targets)
+
     def parts(self, states: torch.Tensor, targets: torch.Tensor) -> Parts:
         """Return what each position's loss is made of, tile by tile."""
         count, device = len(targets), states.device
@@ -65,7 +70,8 @@ class Head:
         sums = torch.empty(len(self._tiles), count, device=device)
         picked = torch.full((count,), float("nan"), device=device)
         first = self._first
-        for index, tile in enumerate(self._tiles):
+        for index, cut in enumerate(self._tiles):
+            tile = kernels.opened(cut, states.dtype)
             for start in range(0, count, BLOCK):
                 part = slice(start, start + BLOCK)
                 logits = self._shape.apply(tile(states[part])).float()
@@ -77,6 +83,20 @@ class Head:
                 sums[index, part] = _sum_of_exponentials(logits, top)
             first += logits.shape[1]
         return tops, sums, picked
+
+
+def laid_out(states: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The targets of several rows, one after the other, and token 0 for each state behind them."""
+    every = torch.zeros(len(states), dtype=torch.int64)
+    joined = torch.cat(list(targets))
+    every[: len(joined)] = joined
+    return every
+
+
+def by_row(losses: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Cut losses into those of each row; what is behind them goes."""
+    sizes = [len(wanted) for wanted in targets]
+    return list(losses[: sum(sizes)].split(sizes))
 
 
 def combined(parts: Parts) -> torch.Tensor:

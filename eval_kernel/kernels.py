@@ -6,6 +6,7 @@ computes what it says before it is used. Which layers get which kernel is the ca
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 
@@ -116,8 +117,8 @@ class Int8Linear(torch.nn.Module):
         return out if self._bias is None else out.add_(self._bias)
 
 
-class _Vnni:
-    """The product on CPUs with VNNI, through oneDNN."""
+class _Amx:
+    """The product on CPUs with AMX, through oneDNN."""
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
         self._weight = torch.ops.onednn.qlinear_prepack(weight, None)
@@ -125,13 +126,24 @@ class _Vnni:
         self._zeros = torch.zeros(len(scales), dtype=torch.int64)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        # VNNI wants one unsigned side: x + 128, which oneDNN takes back as a zero point. With a signed source
-        # oneDNN 3.12 falls into a reference loop, a thousand times slower.
-        unsigned = torch.bitwise_xor(values, -128).view(torch.uint8)
+        return self._product(values, 0)
+
+    def _product(self, values: torch.Tensor, zero: int) -> torch.Tensor:
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            unsigned, 1.0, 128, self._weight, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            values, 1.0, zero, self._weight, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return out
+
+
+class _Vnni(_Amx):
+    """The product on CPUs with VNNI, through oneDNN.
+
+    VNNI wants one unsigned side: x + 128, which oneDNN takes back as a zero point, in integers. On AMX it does that in
+    float32, where sums above 2^24 lose their last bit: there the signed product is the exact one.
+    """
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return self._product(torch.bitwise_xor(values, -128).view(torch.uint8), 128)
 
 
 class _IntMm:
@@ -158,8 +170,16 @@ class _Exact:
 
 
 #: How int8 products can run, the fastest first, and on which devices.
-ROUTES: dict[str, type[_Vnni] | type[_IntMm] | type[_Exact]] = {"vnni": _Vnni, "int_mm": _IntMm, "exact": _Exact}
-_DEVICES = {"vnni": "cpu", "int_mm": "cuda"}
+ROUTES: dict[str, type[_Amx] | type[_IntMm] | type[_Exact]] = {
+    "amx": _Amx,
+    "vnni": _Vnni,
+    "int_mm": _IntMm,
+    "exact": _Exact,
+}
+_DEVICES = {"amx": "cpu", "vnni": "cpu", "int_mm": "cuda"}
+#: A route that takes so many times longer than the exact product is emulated: on CPUs without AMX, oneDNN multiplies
+#: signed values in a reference loop, a thousand times slower. All routes yield the same bits, so a clock may choose.
+EMULATED = 10.0
 
 
 def quantise(x: torch.Tensor, spend: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,10 +204,24 @@ def exact_product(values: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
     return out.float()
 
 
+def opened(layer: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Return what multiplies many rows fastest: a layer that can make a dense kernel of itself does, others stay."""
+    dense: Callable[[torch.dtype], torch.nn.Module] | None = getattr(layer, "dense", None)
+    return layer if dense is None else dense(dtype)
+
+
+def rounds_inputs(layer: torch.nn.Module) -> bool:
+    """Whether a layer rounds its inputs to int8, so that a last bit of them may become a whole step."""
+    return isinstance(layer, Int8Linear) or bool(getattr(layer, "dynamic", False))
+
+
 def tiles_of(kernel: torch.nn.Module) -> list[torch.nn.Module]:
-    """Cut a linear layer into kernels of at most ``TILE`` outputs each, in order; other layers stay whole."""
+    """Cut a linear layer into kernels of at most ``TILE`` outputs each, in order; unknown layers stay whole."""
     if isinstance(kernel, Int8Linear):
         return list(kernel.tiles) or [kernel]
+    cut: Callable[[int], list[torch.nn.Module]] | None = getattr(kernel, "tiles", None)
+    if cut is not None:
+        return cut(TILE)
     if not isinstance(kernel, torch.nn.Linear):
         return [kernel]
     parts = []
@@ -265,33 +299,48 @@ def packs(device: str, dtype: torch.dtype) -> bool:
 
 @cache
 def int8_route(device: str) -> str:
-    """The key of ``ROUTES`` for a device type: the first whose product of random numbers is right to the last bit."""
-    values, weight = (torch.randint(-127, 128, shape, generator=_seeded(), dtype=torch.int8) for shape in _SHAPES[:2])
+    """The key of ``ROUTES`` for a device type: the first that is right to the last bit, at the extremes too."""
+    values, weight = (torch.randint(-127, 128, shape, generator=_seeded(), dtype=torch.int8) for shape in _INT8_SHAPES)
+    values[0], weight[0], weight[1] = 127, 127, -127
     scales = torch.ones(len(weight))
-    expected = exact_product(values, weight)
+    expected, bound = exact_product(values, weight), _seconds(lambda: exact_product(values, weight)) * EMULATED
     for name, route in ROUTES.items():
         if _DEVICES.get(name) != device:
             continue
         try:
             with torch.inference_mode():
-                got = route(weight.to(device), scales.to(device))(values.to(device))
+                product, given = route(weight.to(device), scales.to(device)), values.to(device)
+                right = torch.equal(product(given).cpu(), expected)
+                emulated = right and device == "cpu" and _seconds(lambda: product(given)) > bound  # noqa: B023
         except (RuntimeError, AttributeError):
             continue  # this torch, or this chip, has no such product
-        if torch.equal(got.cpu(), expected):
+        if right and not emulated:
             return name
     return "exact"
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The shortest of three runs: what disturbs a run only makes it longer."""
+    found = []
+    for _ in range(3):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return min(found)
 
 
 def check_int8(device: torch.device) -> None:
     """Refuse int8 where it could only be emulated. Raises ``PrecisionUnsupported``."""
     if int8_route(device.type) == "exact":
         raise PrecisionUnsupported(
-            f"{device} has no int8 products that pass their self-test (CPU: VNNI; GPU: tensor cores), and emulated "
-            "ones are slower than fp32; write precision: bf16 or fp32"
+            f"{device} has no int8 products that pass their self-test (CPU: VNNI or AMX; GPU: tensor cores), and "
+            "emulated ones are slower than fp32; write precision: bf16 or fp32"
         )
 
 
 _SHAPES = ((48, 96), (80, 96), (80,), (48, 80))
+#: So many terms that sums pass 2^24.
+_INT8_SHAPES = ((48, 1536), (80, 1536))
 
 
 def _seeded() -> torch.Generator:

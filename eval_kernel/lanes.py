@@ -1,12 +1,15 @@
-"""Independent pieces of work on a CPU's cores: one lane per core, each with its own share of torch's threads.
+"""Independent pieces of work on a CPU's cores: a lane per core, and within a lane one thread.
 
-A piece must not depend on which lane runs it. Lanes waste no time on barriers, which under load cost most of it.
+A piece must not depend on which lane runs it. One thread, because the last bits of a matrix product may depend on how
+many share it (oneDNN's bfloat16 on AMX, MKL's float32 with many terms); and lanes waste no time on barriers, which
+under load cost most of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -24,9 +27,10 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], beat: Callable[[
     threads = torch.get_num_threads()
     lanes = min(threads, len(items))
     if lanes <= 1:
-        return [_alone(work, item, beat) for item in items]
+        with one_thread():
+            return [_alone(work, item, beat) for item in items]
     # torch keeps the number per thread, and the last one set as the default of threads to come.
-    pool = ThreadPoolExecutor(lanes, "lane", torch.set_num_threads, (threads // lanes,))
+    pool = ThreadPoolExecutor(lanes, "lane", torch.set_num_threads, (1,))
     try:
         futures = [pool.submit(work, item) for item in items]
         _watch(futures, beat)
@@ -34,15 +38,27 @@ def each(work: Callable[[Item], Result], items: Sequence[Item], beat: Callable[[
         pool.shutdown(wait=True, cancel_futures=True)
         torch.set_num_threads(threads)
     results: list[Result] = []
-    for item, future in zip(items, futures, strict=True):
-        error = future.exception()
-        if error is None:
-            results.append(future.result())
-        elif is_memory(error):
-            results.append(_alone(work, item, beat))
-        else:
-            raise error
+    with one_thread():
+        for item, future in zip(items, futures, strict=True):
+            error = future.exception()
+            if error is None:
+                results.append(future.result())
+            elif is_memory(error):
+                results.append(_alone(work, item, beat))
+            else:
+                raise error
     return results
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def is_memory(error: BaseException) -> bool:

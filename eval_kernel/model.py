@@ -33,7 +33,8 @@ class Model:
     ``hidden(ids)`` gives the last hidden states [rows, length, width]; ``logits(hidden)`` gives [positions, vocabulary]
     in the compute dtype. Where no seam was found, ``split`` is False and ``whole(ids, keep)`` gives the logits of the
     last ``keep`` positions [rows, keep, vocabulary]. ``rows`` is the fast way to score single rows, where there is
-    one; ``kernel`` says in a word or a line how this model computes. ``scorer`` scores rows in ``scoring.score``'s
+    one; ``kernel`` says in a word or a line how this model computes. ``alone``: rows must not be batched, because their
+    bits would depend on the batch. ``scorer`` scores rows in ``scoring.score``'s
     stead, for a model whose weights are not all here (``parallel``).
     """
 
@@ -47,6 +48,7 @@ class Model:
     rows: fast.RowPath | None = None
     kernel: str = "transformers"
     scorer: Callable[..., list[Any]] | None = None
+    alone: bool = False
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -139,7 +141,8 @@ def prepare(module: Any, device: torch.device, dtype: torch.dtype, where: str) -
     rows, kernel = None, "transformers"
     if split:
         rows, kernel = fast.prepare(module, Shape(multiplier / divisor, softcap), whole)
-    return Model(device, dtype, vocabulary, split, hidden, logits, whole, rows, kernel)
+    alone = device.type == "cpu"
+    return Model(device, dtype, vocabulary, split, hidden, logits, whole, rows, kernel, alone=alone)
 
 
 def _alike(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:

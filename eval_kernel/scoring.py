@@ -1,9 +1,10 @@
 """Windows to losses: rows of equal length through the body, the head by chunks of positions, one loss per scored token.
 
-Nothing is padded and nothing is masked by token id. No matrix product has fewer than ``MIN_ROWS`` rows: products of
-very few use other kernels, and their last bits then depend on the batch and the threads. A batch too small for that
-holds its rows more than once. Where the model has a fast path for single rows, long enough rows take it, one by one on
-as many lanes as there are threads. What the losses are summed into is the caller's business.
+Nothing is padded and nothing is masked by token id. On a CPU each row is scored for itself, on one thread, as many
+rows at a time as there are threads: the bits of matrix products may depend on the batch and on the threads, and those
+of a row must not. Where the model has a fast path for single rows, rows take it. On other devices rows of one shape go
+together, and no product has fewer than ``MIN_ROWS`` rows: a batch too small for that holds its rows more than once.
+What the losses are summed into is the caller's business.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import torch
 
 from eval_kernel import lanes
 from eval_kernel.budget import Budget
+from eval_kernel.decoder import gathered
 from eval_kernel.gridsum import STEPS_PER_NAT
 from eval_kernel.model import Model
 from eval_kernel.precision import confidence
 
 #: Positions whose logits exist at one time: 256 x 49,152 float32 are 50 MB.
 CHUNK = 256
-#: From about 37 rows on, the bits of a product's rows depend neither on how many there are nor on the threads.
+#: Products of fewer rows use other kernels (GEMV), whose last bits differ.
 MIN_ROWS = 40
 
 
@@ -76,35 +78,64 @@ def score(
     if model.scorer is not None:
         return model.scorer(rows, budget, beat, extra)
     results: list[Losses | None] = [None] * len(rows)
-    single = [i for i, row in enumerate(rows) if extra is None and _goes_alone(model, row)]
-    alone = sorted(single, key=lambda i: -len(rows[i].inputs))
-    for index, losses in zip(alone, lanes.each(lambda i: _row(model, rows[i]), alone, beat), strict=True):
-        results[index] = losses
-    others = [i for i, found in enumerate(results) if found is None]
+    single = [i for i, row in enumerate(rows) if extra is None and _takes_fast_path(model, row)]
+    strips = [[single[k] for k in strip] for strip in gathered([len(rows[i].inputs) for i in single])]
+    found = lanes.each(lambda strip: _strip(model, [rows[i] for i in strip]), strips, beat)
+    for strip, several in zip(strips, found, strict=True):
+        for index, losses in zip(strip, several, strict=True):
+            results[index] = losses
+    others = [i for i, known in enumerate(results) if known is None]
     for group in by_shape([rows[i] for i in others]):
-        left = [others[k] for k in group]
-        while left:
-            members = left[: budget.rows(len(rows[left[0]].inputs))]
-            tokens = len(members) * len(rows[left[0]].inputs)
-            sums = None if extra is None else Extra()
-            started = time.perf_counter()
-            try:
-                found = _batch(model, [rows[i] for i in members], sums)
-            except (RuntimeError, MemoryError) as error:
-                if not lanes.is_memory(error) or len(members) == 1:
-                    raise
-                budget.failed(tokens)
-                if model.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                continue
-            budget.took(tokens, time.perf_counter() - started)
-            if extra is not None and sums is not None:
-                extra.take(sums)
-            for index, losses in zip(members, found, strict=True):
-                results[index] = losses
-            left = left[len(members) :]
-            beat()
+        members = [others[k] for k in group]
+        way = _one_by_one if model.alone else _by_batches
+        for index, losses in zip(members, way(model, [rows[i] for i in members], budget, beat, extra), strict=True):
+            results[index] = losses
     return [r for r in results if r is not None]
+
+
+def _one_by_one(
+    model: Model, rows: list[Row], _: Budget, beat: Callable[[], None], extra: Extra | None
+) -> list[Losses]:
+    """Score rows of one shape each for itself, on as many lanes as there are threads."""
+
+    def work(row: Row) -> tuple[list[Losses], Extra | None]:
+        sums = None if extra is None else Extra()
+        return _batch(model, [row], sums), sums
+
+    results = []
+    for losses, sums in lanes.each(work, rows, beat):
+        results += losses
+        if extra is not None and sums is not None:
+            extra.take(sums)
+    return results
+
+
+def _by_batches(
+    model: Model, rows: list[Row], budget: Budget, beat: Callable[[], None], extra: Extra | None
+) -> list[Losses]:
+    """Score rows of one shape together, as many as the budget allows; a batch that does not fit is halved."""
+    results: list[Losses] = []
+    while len(results) < len(rows):
+        first, length = len(results), len(rows[0].inputs)
+        members = rows[first : first + budget.rows(length)]
+        tokens = len(members) * length
+        sums = None if extra is None else Extra()
+        started = time.perf_counter()
+        try:
+            found = _batch(model, members, sums)
+        except (RuntimeError, MemoryError) as error:
+            if not lanes.is_memory(error) or len(members) == 1:
+                raise
+            budget.failed(tokens)
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            continue
+        budget.took(tokens, time.perf_counter() - started)
+        if extra is not None and sums is not None:
+            extra.take(sums)
+        results += found
+        beat()
+    return results
 
 
 def _batch(model: Model, rows: list[Row], extra: Extra | None) -> list[Losses]:
@@ -123,17 +154,16 @@ def tensors(model: Model, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.to(model.device), targets.to(model.device)
 
 
-def _goes_alone(model: Model, row: Row) -> bool:
+def _takes_fast_path(model: Model, row: Row) -> bool:
     """Whether a row takes the model's fast path. The row alone decides: its losses depend on nothing else."""
-    if model.rows is None or len(row.inputs) < MIN_ROWS:
-        return False
-    return model.rows.longest is None or len(row.inputs) <= model.rows.longest
+    return model.rows is not None and (model.rows.longest is None or len(row.inputs) <= model.rows.longest)
 
 
-def _row(model: Model, row: Row) -> Losses:
+def _strip(model: Model, rows: list[Row]) -> list[Losses]:
     assert model.rows is not None
-    ids, targets = (torch.from_numpy(part.astype(np.int64)) for part in (row.inputs, row.targets))
-    return Losses(*on_grid(model.rows.losses(ids, targets)))
+    ids = [torch.from_numpy(row.inputs.astype(np.int64)) for row in rows]
+    targets = [torch.from_numpy(row.targets.astype(np.int64)) for row in rows]
+    return [Losses(*on_grid(losses)) for losses in model.rows.losses(ids, targets)]
 
 
 def on_grid(losses: torch.Tensor) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:

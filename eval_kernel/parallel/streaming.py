@@ -8,10 +8,11 @@ give: the same kernels see the same rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from eval_kernel import decoder, fast, kernels, lanes, scoring
 from eval_kernel.attention import Attention
 from eval_kernel.budget import Budget
 from eval_kernel.errors import LayoutUnsupported
-from eval_kernel.head import Head, Parts, Shape, combined
+from eval_kernel.head import Head, Parts, Shape, by_row, combined, laid_out
 from eval_kernel.model import Model
 from eval_kernel.parallel.layers import Layers
 
 Beat = Callable[[], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Row = scoring.Row
 Losses = scoring.Losses
 
@@ -62,7 +65,7 @@ class Streaming:
                 results[index] = losses
         return [r for r in results if r is not None]
 
-    # ---------------------------------------------------------------- row by row, on a CPU
+    # ---------------------------------------------------------------- rows for themselves, on a CPU
 
     def _decoder(self) -> decoder.Decoder | None:
         module, dtype = self._layers.module, self._model.dtype
@@ -72,7 +75,7 @@ class Streaming:
             return decoder.build(module.base_model, module.config.get_text_config())
 
     def _goes_alone(self, row: Row) -> bool:
-        if self._body is None or len(row.inputs) < scoring.MIN_ROWS:
+        if self._body is None:
             return False
         return self._body.longest is None or len(row.inputs) <= self._body.longest
 
@@ -87,9 +90,7 @@ class Streaming:
             logits = self._model.whole(ids.unsqueeze(0), length)[0].double()
             expected = float((torch.logsumexp(logits, -1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)).sum())
             got = float(self._rows([row], lambda: None)[0].sum())
-        tolerance = fast.TOLERANCE[self._model.dtype]
-        if any(isinstance(part, kernels.Int8Linear) for part in self._layers.visit(0).modules()):
-            tolerance = fast.INT8_TOLERANCE
+        tolerance = fast.tolerance(self._layers.visit(0), self._model.dtype)
         difference = abs(got - expected) / abs(expected)
         if not difference <= tolerance:
             self._body = None
@@ -99,28 +100,34 @@ class Streaming:
             self.kernel = f"rows/{decoder.BLOCK}, {packed} products"
 
     def _rows(self, rows: list[Row], beat: Beat) -> list[torch.Tensor]:
-        """Float64 losses of rows that go one by one through each layer."""
+        """Float64 losses of rows that go through each layer for themselves."""
         body = self._body
         assert body is not None
-        states = [body.embedding(torch.from_numpy(row.inputs.astype(np.int64))) for row in rows]
-        tables = {length: body.tables(length) for length in {len(row.inputs) for row in rows}}
-        longest_first = sorted(range(len(rows)), key=lambda i: -len(states[i]))
+        together = decoder.gathered([len(row.inputs) for row in rows])
+        strips = [decoder.Strip.of([torch.from_numpy(rows[i].inputs.astype(np.int64)) for i in m]) for m in together]
+        targets = [[torch.from_numpy(rows[i].targets.astype(np.int64)) for i in members] for members in together]
+        scored = [[len(wanted) for wanted in some] for some in targets]
+        states = [body.embedding(strip.ids) for strip in strips]
+        tables = {strip.spans: body.tables(strip) for strip in strips}
         last = len(self._layers) - 1
         for number, module in self._layers.visits():
             layer = decoder.parts_of(module)
             assert layer is not None, "the bare layer was known"
 
-            def work(i: int, layer: decoder.Layer = layer, final: bool = number == last) -> None:
+            def work(k: int, layer: decoder.Layer = layer, final: bool = number == last) -> None:
+                strip = strips[k]
                 with torch.inference_mode():
-                    length = len(states[i])
-                    needed = length - len(rows[i].targets) if final else 0
-                    body.advance(layer, states[i], tables[length], self._attention(length), needed)
+                    needed = strip.unneeded(scored[k]) if final else 0
+                    room = self._attention(strip.room)
+                    body.advance(layer, states[k], strip.spans, tables[strip.spans], room, needed)
 
-            lanes.each(work, longest_first, beat)
+            lanes.each(work, range(len(strips)), beat)
             del module, layer, work
-        hidden = [body.norm(states[i][len(states[i]) - len(row.targets) :]) for i, row in enumerate(rows)]
-        targets = [torch.from_numpy(row.targets.astype(np.int64)) for row in rows]
-        return self._losses(hidden, targets, beat)
+        hidden = [body.ending(x, strip, counts) for x, strip, counts in zip(states, strips, scored, strict=True)]
+        found: dict[int, torch.Tensor] = {}
+        for members, several in zip(together, self._losses(hidden, targets, beat), strict=True):
+            found.update(zip(members, several, strict=True))
+        return [found[i] for i in range(len(rows))]
 
     def _attention(self, length: int) -> Attention:
         """Room for keys and values; each lane keeps what it used last."""
@@ -130,20 +137,23 @@ class Streaming:
             kept = self._local.kept = (length, self._body.attention(length, self._model.dtype))
         return kept[1]
 
-    def _losses(self, hidden: list[torch.Tensor], targets: list[torch.Tensor], beat: Beat) -> list[torch.Tensor]:
+    def _losses(
+        self, hidden: list[torch.Tensor], targets: list[list[torch.Tensor]], beat: Beat
+    ) -> list[list[torch.Tensor]]:
         """The head tile by tile, as the layers are: each tile is packed once for all rows."""
         layer = self._layers.module.get_output_embeddings()
         found: list[list[Parts]] = [[] for _ in hidden]
+        wanted = [laid_out(states, some) for states, some in zip(hidden, targets, strict=True)]
         for first, tile in _tiles(layer):
             head = Head(tile, self._shape, first)
 
             def work(i: int, head: Head = head) -> Parts:
                 with torch.inference_mode():
-                    return head.parts(hidden[i], targets[i])
+                    return head.parts(hidden[i], wanted[i])
 
             for i, parts in enumerate(lanes.each(work, range(len(hidden)), beat)):
                 found[i].append(parts)
-        return [combined(joined(parts)) for parts in found]
+        return [by_row(combined(joined(parts)), some) for parts, some in zip(found, targets, strict=True)]
 
     # ---------------------------------------------------------------- batch by batch, on any device
 
@@ -151,26 +161,47 @@ class Streaming:
         if not self._model.split:
             # The seam is unknown: the whole module runs, and fetches each layer for each batch.
             return scoring.score(self._model, rows, budget, beat, extra)
-        results: list[Losses | None] = [None] * len(rows)
         members: list[list[int]] = []
         for group in scoring.by_shape(rows):
-            size = budget.rows(len(rows[group[0]].inputs))
+            size = 1 if self._model.alone else budget.rows(len(rows[group[0]].inputs))
             members += [group[start : start + size] for start in range(0, len(group), size)]
-        with torch.inference_mode():
+        each = _on_lanes if self._model.alone else _in_turn
+        with lanes.one_thread() if self._model.alone else nullcontext(), torch.inference_mode():
             inputs = [scoring.tensors(self._model, [rows[i] for i in batch]) for batch in members]
             passages = [_Passage(self._layers, ids) for ids, _ in inputs]
-            for number, layer in self._layers.visits():
-                for passage in passages:
-                    passage.advance(number, layer)
-                    beat()
-                del layer
-            for batch, passage, (ids, targets) in zip(members, passages, inputs, strict=True):
-                hidden = passage.leave()
-                ready = replace(self._model, hidden=partial(_given, hidden))
-                for k, losses in enumerate(scoring.losses_of(ready, ids, targets, extra)):
-                    results[batch[k]] = Losses(*scoring.on_grid(losses))
-                beat()
-        return [r for r in results if r is not None]
+        for number, layer in self._layers.visits():
+            each(partial(_Passage.advance, number=number, layer=layer), passages, beat)
+            del layer
+        with lanes.one_thread() if self._model.alone else nullcontext(), torch.inference_mode():
+            hidden = [passage.leave() for passage in passages]
+
+        def work(k: int) -> tuple[list[Losses], scoring.Extra | None]:
+            sums = None if extra is None else scoring.Extra()
+            ready = replace(self._model, hidden=partial(_given, hidden[k]))
+            found = scoring.losses_of(ready, *inputs[k], sums)
+            return [Losses(*scoring.on_grid(losses)) for losses in found], sums
+
+        results: dict[int, Losses] = {}
+        for batch, (found, sums) in zip(members, each(work, range(len(members)), beat), strict=True):
+            results.update(zip(batch, found, strict=True))
+            if extra is not None and sums is not None:
+                extra.take(sums)
+        return [results[i] for i in range(len(rows))]
+
+
+def _on_lanes(work: Callable[[Item], Result], items: Sequence[Item], beat: Beat) -> list[Result]:
+    """Do each item for itself, on the lanes."""
+    return lanes.each(torch.inference_mode()(work), items, beat)
+
+
+def _in_turn(work: Callable[[Item], Result], items: Sequence[Item], beat: Beat) -> list[Result]:
+    """Do one item after the other, each on all that the device has."""
+    results = []
+    for item in items:
+        with torch.inference_mode():
+            results.append(work(item))
+        beat()
+    return results
 
 
 class _Passage:

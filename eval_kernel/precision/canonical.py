@@ -165,15 +165,20 @@ def float8_parts(weight: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.
 
 def unpacked(weight: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return values [rows, groups, group] and zeros [rows, groups], or None, as small integers (values: or float8)."""
-    form, groups = weight.format, weight.scales.shape[1]
-    zeros = None
-    if weight.zeros is not None:
-        pairs = torch.stack([weight.zeros & 15, weight.zeros >> 4], dim=1).flatten()
-        zeros = pairs[: weight.rows * groups].reshape(weight.rows, groups)
-    if form.bits != 4:
+    groups, zeros = weight.scales.shape[1], _zeros(weight)
+    if weight.format.bits != 4:
         return weight.values.reshape(weight.rows, groups, -1), zeros
     codes = weight.values.reshape(weight.rows, groups, -1)
     return torch.cat([codes & 15, codes >> 4], dim=-1), zeros
+
+
+def _zeros(weight: Quantised) -> torch.Tensor | None:
+    """The zeros [rows, groups], one to a byte; None where the format has none."""
+    if weight.zeros is None:
+        return None
+    groups = weight.scales.shape[1]
+    pairs = torch.stack([weight.zeros & 15, weight.zeros >> 4], dim=1).flatten()
+    return pairs[: weight.rows * groups].reshape(weight.rows, groups)
 
 
 def dequantised(
@@ -183,14 +188,19 @@ def dequantised(
 
     ``scratch``, flat and of that dtype, is used for the result if it is given.
     """
-    values, zeros = unpacked(weight)
-    if weight.format.bits == 4:
-        offset = weight.format.minimum if zeros is None else -zeros.view(torch.int8).unsqueeze(-1)
-        values = values.view(torch.int8) + offset
-    elif weight.format.kind is Kind.FLOAT8:
-        values = values.float()
+    form, groups = weight.format, weight.scales.shape[1]
     if scratch is None:
         scratch = torch.empty(weight.rows * weight.columns, dtype=dtype, device=weight.values.device)
-    out = scratch[: weight.rows * weight.columns].view(values.shape)
-    torch.mul(values, weight.scales.float().unsqueeze(-1), out=out)
+    out = scratch[: weight.rows * weight.columns].view(weight.rows, groups, -1)
+    scales = weight.scales.float().unsqueeze(-1)
+    if form.bits == 4:
+        zeros = _zeros(weight)
+        offset = form.minimum if zeros is None else -zeros.view(torch.int8).unsqueeze(-1)
+        codes = weight.values.reshape(weight.rows, groups, -1)
+        half = codes.shape[-1]
+        for part, q in ((slice(0, half), codes & 15), (slice(half, None), codes >> 4)):
+            torch.mul(q.view(torch.int8).add_(offset), scales, out=out[..., part])
+    else:
+        values = weight.values.reshape(out.shape)
+        torch.mul(values.float() if form.kind is Kind.FLOAT8 else values, scales, out=out)
     return out.view(weight.rows, weight.columns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from eval_kernel import kernels
 from eval_kernel.kernels import quantise
 from eval_kernel.precision import canonical
 from eval_kernel.precision.canonical import Quantised
@@ -25,9 +26,14 @@ class QuantisedLinear(torch.nn.Module):
         self.in_features, self.out_features = weight.columns, weight.rows
         self.bias = bias
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether inputs are rounded to int8."""
+        return self.quantised.format.dynamic
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply. The result has the dtype of ``x``."""
-        if self.quantised.format.dynamic:
+        if self.dynamic:
             x = rounded_activations(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype, device=x.device)
         scratch = None
@@ -39,9 +45,36 @@ class QuantisedLinear(torch.nn.Module):
             out[..., start:end] = functional.linear(x, part, bias)
         return out
 
+    def dense(self, dtype: torch.dtype) -> torch.nn.Module:
+        """Return a kernel over the dequantised weight in ``dtype``, for as long as one has many rows to multiply."""
+        kernel = kernels.linear(canonical.dequantised(self.quantised, dtype), self.bias)
+        return RoundedInputs(kernel) if self.dynamic else kernel
+
+    def tiles(self, outputs: int) -> list[QuantisedLinear]:
+        """Cut into layers of ``outputs`` outputs each, an even number, and a rest."""
+        found = []
+        for start in range(0, self.out_features, outputs):
+            end = min(start + outputs, self.out_features)
+            bias = None if self.bias is None else self.bias[start:end]
+            found.append(QuantisedLinear(self.quantised.row_range(start, end), bias))
+        return found
+
     def extra_repr(self) -> str:
         """What torch prints of it."""
         return f"{self.in_features}, {self.out_features}, {self.quantised.format.name}"
+
+
+class RoundedInputs(torch.nn.Module):
+    """A kernel whose inputs are rounded to int8 first, a scale per token, as dynamic formats mean it."""
+
+    def __init__(self, kernel: torch.nn.Module) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Round and multiply."""
+        out: torch.Tensor = self.kernel(rounded_activations(x))
+        return out
 
 
 class QuantisedEmbedding(torch.nn.Module):

@@ -58,7 +58,7 @@ def test_a_device_that_fails_costs_the_shard(
     def fail(ids: torch.Tensor) -> torch.Tensor:
         raise fault
 
-    evaluation._model = dataclasses.replace(sound, hidden=fail)
+    evaluation._model = dataclasses.replace(sound, hidden=fail, rows=None)
     with pytest.raises(kind, match=match) as caught:
         evaluation.score(plan.shards[0], lambda: None)
     evaluation._model = sound

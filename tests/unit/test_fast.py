@@ -12,6 +12,9 @@ from eval_kernel import decoder, model, scoring
 from eval_kernel.gridsum import STEPS_PER_NAT
 from eval_kernel.head import Head, Shape
 from eval_kernel.kernels import Int8Linear, replace
+from eval_kernel.precision import search
+from eval_kernel.precision.formats import FORMATS
+from eval_kernel.precision.modules import QuantisedLinear
 from tests.support.llamas import random_model, tokens
 
 pytestmark = pytest.mark.torch
@@ -62,7 +65,7 @@ def test_it_equals_transformers(family: str, options: dict[str, Any], length: in
     wanted = expected(module, ids[:-1], ids[-scored:])
     path = prepared(module).rows
     assert path is not None
-    got = path.losses(ids[:-1], ids[-scored:])
+    got = path.losses([ids[:-1]], [ids[-scored:]])[0]
 
     assert torch.float64 == got.dtype
     torch.testing.assert_close(got, wanted, rtol=0, atol=2e-4)
@@ -78,7 +81,7 @@ def test_bfloat16_is_near_transformers(family: str) -> None:
     path = prepared(module).rows
     assert path is not None
 
-    assert wanted == pytest.approx(float(path.losses(ids[:-1], ids[1:]).sum()), rel=2e-3)
+    assert wanted == pytest.approx(float(path.losses([ids[:-1]], [ids[1:]])[0].sum()), rel=2e-3)
 
 
 def test_int8_layers_go_the_fast_way_too() -> None:
@@ -90,22 +93,52 @@ def test_int8_layers_go_the_fast_way_too() -> None:
     ready = prepared(module)
     assert ready.rows is not None
 
-    assert wanted == pytest.approx(float(ready.rows.losses(ids[:-1], ids[1:]).sum()), rel=1e-2)
+    assert wanted == pytest.approx(float(ready.rows.losses([ids[:-1]], [ids[1:]])[0].sum()), rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_bits_do_not_depend_on_batch_order_or_threads(kind: str) -> None:
-    """Rows of 40 tokens and more come to the same steps alone and together, in any order, on one lane or three."""
-    module = random_model("llama", torch.float32 if kind == "float32" else torch.bfloat16)
-    if kind == "int8":
+#: So wide that the bits of bfloat16 products depend on the number of rows and threads on a CPU with AMX.
+WIDE = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
+
+
+def of_kind(kind: str) -> Any:
+    """A Llama, or a Gemma that stays with transformers, in float32, in bfloat16 or with quantised weights."""
+    dtype = torch.float32 if "float32" in kind else torch.bfloat16
+    if kind.startswith("gemma2"):
+        return random_model("gemma2", dtype)
+    module = random_model("llama", dtype, **WIDE)
+    if kind == "int8 products":
         replace(module.model, lambda name, layer: Int8Linear(layer.weight, layer.bias))
-    ready = prepared(module)
-    assert ready.rows is not None
-    rows = [row(length, min(length, 100), seed) for seed, length in enumerate([40, 41, 300, 128, 128, 129, 77, 512])]
+    elif kind in FORMATS:
+        replace(
+            module,
+            lambda name, layer: QuantisedLinear(
+                search.quantise(layer.weight.float(), FORMATS[kind], "mse"), layer.bias
+            ),
+        )
+    return module
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["float32", "bfloat16", "int8 products", "int8", "int4-g64", "8da4w", "gemma2 float32", "gemma2 bfloat16"],
+)
+def test_bits_do_not_depend_on_batch_order_or_threads(kind: str) -> None:
+    """Rows of any length come to the same steps alone and together, in any order, on one lane or three."""
+    ready = prepared(of_kind(kind))
+    assert kind.startswith("gemma2") == (ready.rows is None)
+    lengths = [1, 2, 17, 30, 40, 41, 300, 128, 128, 129, 77, 512, 5]
+    rows = [row(length, min(length, 100), seed) for seed, length in enumerate(lengths)]
     threads = torch.get_num_threads()
     found: dict[str, list[bytes]] = {}
     try:
-        for count in (1, 2, 3):
+        for count in (1, 3):
             torch.set_num_threads(count)
             together = scoring.score(ready, rows, 4096, lambda: None)
             backwards = scoring.score(ready, rows[::-1], 1, lambda: None)[::-1]
@@ -118,6 +151,30 @@ def test_bits_do_not_depend_on_batch_order_or_threads(kind: str) -> None:
     first = next(iter(found.values()))
 
     assert [] == [name for name, losses in found.items() if losses != first]
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_short_rows_in_one_block_are_those_of_transformers(kind: str) -> None:
+    """Each begins at position 0 and sees itself alone."""
+    module = random_model("llama", getattr(torch, kind))
+    pairs = [
+        (ids[:-1], ids[-min(7, length) :]) for length in (1, 6, 50, 128, 90) for ids in [tokens(length + 1, length)]
+    ]
+    wanted = [float(expected(module, *pair).sum()) for pair in pairs]
+    rows = [scoring.Row(*(part.numpy().astype(np.int32) for part in pair)) for pair in pairs]
+    got = [
+        float(found.steps.sum() / STEPS_PER_NAT) for found in scoring.score(prepared(module), rows, 64, lambda: None)
+    ]
+
+    assert pytest.approx(wanted, rel=2e-6 if kind == "float32" else 2e-2) == got
+
+
+def test_rows_are_gathered_into_full_blocks() -> None:
+    """Long rows alone and first; short ones by first fit, the longest first; nobody is left out."""
+    lengths = [100, 128, 300, 129, 128, 60, 90, 1, 70]
+
+    assert [[2], [3], [1, 4], [0, 6, 5, 7], [8]] == decoder.gathered(lengths)
+    assert [] == decoder.gathered([])
 
 
 def test_rows_beyond_a_sliding_window_go_through_transformers() -> None:
@@ -229,4 +286,5 @@ def test_unscored_positions_are_skipped_in_the_last_layer_alone() -> None:
     assert body is not None
     ids = tokens(384)
     with torch.inference_mode():
-        assert torch.equal(body.states(ids, 384)[-100:], body.states(ids, 100))
+        strip = decoder.Strip.of([ids])
+        assert torch.equal(body.states(strip, [384])[-100:], body.states(strip, [100]))

@@ -32,13 +32,14 @@ def test_results_come_in_order(threads: int) -> None:
     assert [] == lanes.each(lambda n: n, [], lambda: None)
 
 
-def test_lanes_share_the_threads() -> None:
-    """Two items on four threads: each lane has two of them."""
+@pytest.mark.parametrize("items", [1, 2, 9])
+def test_a_lane_has_one_thread(items: int) -> None:
+    """However few the items and many the threads: what an item comes to must not depend on them."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        assert [2, 2] == lanes.each(lambda _: torch.get_num_threads(), range(2), lambda: None)
-        assert [1] * 9 == lanes.each(lambda _: torch.get_num_threads(), range(9), lambda: None)
+        assert [1] * items == lanes.each(lambda _: torch.get_num_threads(), range(items), lambda: None)
+        assert 4 == torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
 
