@@ -198,21 +198,22 @@ class _RelayBelow:
                         if (task := self._tasks.get(call.cancel)) is not None:
                             task.cancel()
                     case "register":
-                        self._begin(call, self._forwarding.register(call.register))
+                        self._begin(call, functools.partial(self._forwarding.register, call.register))
                     case "acquire":
-                        self._begin(call, self._forwarding.acquire(call.acquire))
+                        self._begin(call, functools.partial(self._forwarding.acquire, call.acquire))
                     case "renew":
-                        self._begin(call, self._forwarding.renew(call.renew))
+                        self._begin(call, functools.partial(self._forwarding.renew, call.renew))
                     case "report":
                         await self._credit.acquire()
                         future = self._forwarding.report(call.report)  # now, to keep the order
                         future.add_done_callback(lambda _: self._credit.release())
-                        self._begin(call, future)
+                        self._begin(call, functools.partial(_itself, future))
                     case _:
                         raise RequestInvalid("a call is missing in a relay's message")
 
-    def _begin(self, call: relay_pb2.RelayCall, answer: Awaitable[Any]) -> None:
-        task = asyncio.create_task(self._call(call.id, str(call.WhichOneof("call")), answer))
+    def _begin(self, call: relay_pb2.RelayCall, forward: Callable[[], Awaitable[Any]]) -> None:
+        # Not a coroutine: a task that is cancelled before it begins would leave one that nobody ever awaits.
+        task = asyncio.create_task(self._call(call.id, str(call.WhichOneof("call")), forward))
         self._tasks[call.id] = task
         task.add_done_callback(functools.partial(self._ended, call.id))
 
@@ -220,9 +221,9 @@ class _RelayBelow:
         if self._tasks.get(number) is task:
             del self._tasks[number]
 
-    async def _call(self, number: int, kind: str, answer: Awaitable[Any]) -> None:
+    async def _call(self, number: int, kind: str, forward: Callable[[], Awaitable[Any]]) -> None:
         try:
-            self._answers.put(relay_pb2.RelayAnswer(id=number, **{kind: await answer}))
+            self._answers.put(relay_pb2.RelayAnswer(id=number, **{kind: await forward()}))
         except FedevalError as error:
             self._answers.put(relay_pb2.RelayAnswer(id=number, error=failure_to_message(error)))
 
@@ -243,6 +244,10 @@ class Greeting(jobs_pb2_grpc.JobServiceServicer):
     ) -> jobs_pb2.GetCoordinatorResponse:
         """Ask above."""
         return await self._upstream.greet()
+
+
+def _itself(future: asyncio.Future[_Out]) -> asyncio.Future[_Out]:
+    return future
 
 
 async def _first_of(*works: Awaitable[None], until_done: int) -> None:
