@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, pace, tokenizer
+from eval_kernel import KERNEL_VERSION, checkpoint, corpus, documents, layout, model, pace, packed, tokenizer
 from eval_kernel.budget import Budget, Measured
 from eval_kernel.errors import (
     ContextTooLong,
@@ -26,6 +26,7 @@ from eval_kernel.errors import (
 )
 from eval_kernel.evaluation import Evaluation, Inputs
 from eval_kernel.execution import device_name, software
+from eval_kernel.packer import packable
 from eval_kernel.plan import Manifest, Plan
 from eval_kernel.precision import calibration, cells, loading, section, skeleton
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
@@ -106,11 +107,17 @@ class Engine:
         )
         return Plan(manifest, shards)
 
-    def open(self, spec: JobSpec, manifest: Manifest, note: Note) -> Evaluation | cells.Measuring:
-        """Get ready to score a planned job. Raises ``DataChanged`` when this node's ingredients are not the plan's."""
+    def open(
+        self, spec: JobSpec, manifest: Manifest, note: Note, *, packs: bool = False
+    ) -> Evaluation | cells.Measuring:
+        """Get ready to score a planned job, ``packs`` of it, if so, that other nodes make.
+
+        Raises ``DataChanged`` when this node's ingredients are not the plan's.
+        """
         if (measure := as_spec(spec.precision).measure) is not None:
             return self._measuring(spec, measure, manifest, note)
-        inputs = self._prepare(spec, note)
+        given = spec, manifest, self.config.roots, self.config.cache, note
+        inputs = packed.inputs(*given) if packs and packable(spec) else self._prepare(spec, note)
         _check_unchanged(inputs.manifest_facts, manifest)
         precision = PrecisionPlan.from_canonical(manifest.precision_plan)
         model.check_precision(precision.compute, self.device)

@@ -19,6 +19,7 @@ from eval_kernel.budget import Budget
 from eval_kernel.errors import DataChanged, LossOutOfBounds, OutOfMemory, ShardError, reason
 from eval_kernel.execution import execution
 from eval_kernel.gridsum import MAX_EXACT_NATS, STEPS_PER_NAT
+from eval_kernel.pack import Pack
 from eval_kernel.partial import MAX_PLACES, NonFinite, Partial, RowSums, ScoredShard
 from eval_kernel.plan import Manifest, ShardPlan
 from eval_kernel.spec import JobSpec
@@ -31,7 +32,7 @@ class Inputs:
 
     checkpoint: checkpoint.Checkpoint
     tokenizer: tokenizer.Tokenizer
-    source: documents.Source
+    source: documents.Source | None  # None: the text is with other nodes, which make packs of it
     corpus: corpus.Corpus
     layout: layout.Layout
     prefix_token: int | None
@@ -55,22 +56,25 @@ class Evaluation:
         self._inputs, self._manifest, self._cache, self._spec = inputs, manifest, cache, spec
         self._model, self._used, self._budget = loaded, used, budget
 
-    def score(self, shard: ShardPlan, beat: Callable[[], None]) -> ScoredShard:
-        """Score one shard. ``beat`` is called after every batch. Raises ``ShardError``s and ``DataChanged``."""
-        cut = self._inputs.layout
-        windows = list(cut.windows(shard.first_window, shard.windows))
-        if cut.shard_digest(windows) != shard.digest:
-            self._drop_corpus(shard)
+    def score(self, shard: ShardPlan, beat: Callable[[], None], pack: Pack | None = None) -> ScoredShard:
+        """Score one shard, of ``pack`` if another node has made it, else of this node's corpus.
+
+        ``beat`` is called after every batch. Raises ``ShardError``s and ``DataChanged``.
+        """
+        if pack is None:
+            pack = Pack.of(self._inputs.layout, shard)
+            if pack.digest != shard.digest:
+                self._drop_corpus(shard)
         extra = scoring.Extra() if "calibration" in self._spec.metrics else None
         started = time.perf_counter()
         try:
-            rows = [self._row(w) for w in windows]
+            rows = [self._row(pack, w) for w in pack.windows]
             losses = scoring.score(self._model, rows, self._budget, beat, extra)
         except (RuntimeError, MemoryError) as error:
             if lanes.is_memory(error):
                 raise self._no_memory(shard, error) from None
             raise ShardError(f"shard {shard.index}: scoring failed on {self._model.device} ({reason(error)})") from None
-        partial = self._sum(shard, windows, losses)
+        partial = self._sum(shard, pack, losses)
         if extra is not None:
             partial = replace(partial, extra=tuple(sorted(extra.items())))
         if (partial.tokens, partial.bytes, partial.words) != (shard.tokens, shard.bytes, shard.words):
@@ -83,8 +87,9 @@ class Evaluation:
     def logits(self, shard: ShardPlan, piece: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield float32 logits [positions, vocabulary] of a shard's scored tokens, and these; ``piece`` at a time."""
         ready = self._model
-        for window in self._inputs.layout.windows(shard.first_window, shard.windows):
-            row = self._row(window)
+        pack = Pack.of(self._inputs.layout, shard)
+        for window in pack.windows:
+            row = self._row(pack, window)
             ids = torch.from_numpy(row.inputs.astype(np.int64)).to(ready.device).unsqueeze(0)
             targets = torch.from_numpy(row.targets.astype(np.int64)).to(ready.device)
             # A generator that yields inside of a mode would leave its caller in it.
@@ -102,7 +107,8 @@ class Evaluation:
     def _drop_corpus(self, shard: ShardPlan) -> NoReturn:
         """The tokens that are mapped are not the plan's. The next ``open`` makes them anew."""
         inputs = self._inputs
-        corpus.forget(inputs.source, inputs.tokenizer.digest, self._spec.window.join, self._cache)
+        if inputs.source is not None:
+            corpus.forget(inputs.source, inputs.tokenizer.digest, self._spec.window.join, self._cache)
         raise DataChanged(
             f"shard {shard.index}: its tokens on this node are not those it was planned with; "
             "the token cache was dropped"
@@ -116,34 +122,32 @@ class Evaluation:
             f"(now {self._manifest.context}) or the model's precision"
         )
 
-    def _row(self, window: layout.Placed) -> scoring.Row:
-        tokens = self._inputs.corpus.tokens
-        inputs = np.array(tokens[window.start : window.end - 1])
+    def _row(self, pack: Pack, window: layout.Placed) -> scoring.Row:
+        inputs = np.array(pack.tokens[pack.run(window.start, window.end - 1)])
         if window.prefix is Prefix.PREPENDED:
             inputs = np.concatenate([np.array([self._inputs.prefix_token], dtype=np.int32), inputs])
         elif window.prefix is Prefix.OVERWRITES:
             assert self._inputs.prefix_token is not None
             inputs[0] = self._inputs.prefix_token
-        return scoring.Row(inputs, np.array(tokens[window.scored : window.end]))
+        return scoring.Row(inputs, np.array(pack.tokens[pack.run(window.scored, window.end)]))
 
-    def _sum(self, shard: ShardPlan, windows: list[layout.Placed], losses: list[scoring.Losses]) -> Partial:
-        data, cut = self._inputs.corpus, self._inputs.layout
+    def _sum(self, shard: ShardPlan, pack: Pack, losses: list[scoring.Losses]) -> Partial:
         sums: dict[int, list[int]] = {}
         nonfinite, places = 0, list[NonFinite]()
-        for window, loss in zip(windows, losses, strict=True):
-            for document, start, end in cut.parts(window):
+        for window, loss in zip(pack.windows, losses, strict=True):
+            for document, start, end in pack.parts(window):
                 part = slice(start - window.scored, end - window.scored)
                 total = sums.setdefault(document, [0, 0, 0, 0])
                 total[0] += int(loss.steps[part].sum())
                 total[1] += end - start
-                total[2] += int(data.bytes[start:end].sum())
-                total[3] += int(data.words[start:end].sum())
+                total[2] += int(pack.sizes[pack.run(start, end)].sum())
+                total[3] += int(pack.words[pack.run(start, end)].sum())
                 bad = np.flatnonzero(~loss.finite[part])
                 nonfinite += len(bad)
                 for k in bad[: MAX_PLACES - len(places)]:
-                    token = start + int(k) - int(data.offsets[document])
+                    token = pack.within(document, start + int(k))
                     places.append(NonFinite(document, token, "nan" if loss.nan[part][k] else "inf"))
-        lump = cut.whole(shard.first_window, windows) if shard.lump else set()
+        lump = pack.whole
         rows = []
         if lump:
             rows.append(RowSums(None, len(lump), *(sum(sums[d][k] for d in lump) for k in range(4))))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,11 +77,14 @@ class Layout:
             yield document, start, end
             start = end
 
-    def shards(self, input_tokens: int) -> Iterator[ShardPlan]:
-        """Yield the shards: consecutive windows, closed once ``input_tokens`` tokens of them go through the model."""
+    def shards(self, input_tokens: int, index: int = 0, first: int = 0) -> Iterator[ShardPlan]:
+        """Yield the shards: consecutive windows, closed once ``input_tokens`` tokens of them go through the model.
+
+        ``index``, ``first``: the shard to begin with, and its first window.
+        """
         taken: list[Placed] = []
-        first = index = cost = scored = 0
-        for number, window in enumerate(self.windows(0, self.num_windows)):
+        cost = scored = 0
+        for number, window in enumerate(self.windows(first, self.num_windows), first):
             extra = window.end - window.scored
             if taken and scored + extra > MAX_SHARD_TOKENS:
                 yield self._shard(index, first, taken)
@@ -97,11 +100,7 @@ class Layout:
 
     def shard_digest(self, windows: list[Placed]) -> str:
         """Digest over what the windows are: their places and their token ids."""
-        hasher = hashlib.sha256()
-        hasher.update(np.array([[w.start, w.end, w.scored, w.prefix.value] for w in windows], dtype="<i8").tobytes())
-        for window in windows:
-            hasher.update(np.ascontiguousarray(self.corpus.tokens[window.start : window.end], dtype="<i4").tobytes())
-        return "sha256:" + hasher.hexdigest()
+        return windows_digest(windows, self.corpus.tokens)
 
     def whole(self, first: int, windows: list[Placed]) -> set[int]:
         """The documents whose every scored token lies in these windows, of which ``first`` is the first one's number.
@@ -134,6 +133,15 @@ class Layout:
             lump=len(self.whole(first, windows)) > MAX_ROWS,
             digest=self.shard_digest(windows),
         )
+
+
+def windows_digest(windows: Sequence[Placed], tokens: npt.NDArray[np.int32], base: int = 0) -> str:
+    """Digest over the places of windows and their token ids; ``tokens`` are those of the corpus from ``base`` on."""
+    hasher = hashlib.sha256()
+    hasher.update(np.array([[w.start, w.end, w.scored, w.prefix.value] for w in windows], dtype="<i8").tobytes())
+    for window in windows:
+        hasher.update(np.ascontiguousarray(tokens[window.start - base : window.end - base], dtype="<i4").tobytes())
+    return "sha256:" + hasher.hexdigest()
 
 
 def inputs_of(window: Placed) -> int:
