@@ -94,7 +94,7 @@ def gemm_peaks(threads: int) -> dict[str, float]:
     return found
 
 
-def child(script: Path, *arguments: str) -> dict[str, Any]:
+def child(script: Path | str, *arguments: str) -> dict[str, Any]:
     """Run a Python script in a process of its own and return the JSON object of its last line of output."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments], check=False, capture_output=True, text=True, cwd=ROOT

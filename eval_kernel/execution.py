@@ -17,7 +17,8 @@ def execution(device: torch.device, dtype: torch.dtype, seconds: float, kernel: 
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     name = str(dtype).removeprefix("torch.")
-    libraries = {**software(), "kernel": kernel}
+    # Compiling never pays back here and would change bits (bench/compile.py), so that readers need not ask.
+    libraries = {**software(), "kernel": kernel, "torch.compile": "not used"}
     return Execution(seconds, device_name(device), name, torch.get_num_threads(), peak, libraries, used)
 
 
