@@ -7,7 +7,7 @@ clock or on who worked is kept apart, so that two runs of a job can be compared 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class Accounting:
     divergent: tuple[dict[str, Any], ...] = ()  # unequal to the accepted one: who, which shard, by how much
     refused: int = 0
     failures: int = 0  # tries at a shard that failed
+    audits: Mapping[str, Any] | None = None  # second opinions: how many ended how, and the spread by device class
+    reused: tuple[str, int] | None = None  # an equal job, and how many of its accepted shards were taken over
 
 
 @dataclass(frozen=True, slots=True)

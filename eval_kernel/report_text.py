@@ -131,8 +131,24 @@ def _accounting(accounting: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("failed tries", str(accounting["failures"])),
     ]
+    if accounting.get("reused"):
+        job, shards = accounting["reused"]
+        rows.append(("taken over", f"{shards} shards, as accepted by the equal job {job}"))
+    if accounting.get("audits"):
+        rows += _audits(accounting["audits"])
     for d in accounting["divergent"][:MAX_LISTED]:
         rows.append(("divergent", ", ".join(f"{key} {number(value)}" for key, value in sorted(d.items()))))
+    return rows
+
+
+def _audits(audits: dict[str, Any]) -> list[tuple[str, str]]:
+    """What came of second opinions, and how far devices are apart."""
+    kinds = ("agreed", "outlier", "disputed", "waived", "open")
+    counts = ", ".join(f"{audits[kind]} {kind}" for kind in kinds if audits[kind])
+    rows = [("audits", f"{counts}; {audits['scored_anew']} shards of quarantined agents scored anew")]
+    for seen in audits["spread"]:
+        text = f"{seen['comparisons']} compared, at most {seen['largest_relative_difference']:.1e} apart"
+        rows.append((" and ".join(seen["devices"]), text))
     return rows
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from coordinator.commands.common import say
 from coordinator.config import DATA_DIR_TEXT, DEFAULT_ADDRESS, ServeConfig, default_data_dir, scheduler_config
 from coordinator.core.calls import SchedulerConfig
 from coordinator.live import plain
+from eval_kernel.errors import ConfigError
 
 
 def serve(
@@ -30,6 +33,15 @@ def serve(
     lease: Annotated[
         float, typer.Option(metavar="SECONDS", help="Silence after which an agent's work is given to others.")
     ] = SchedulerConfig().lease_seconds,
+    audit: Annotated[
+        str, typer.Option(metavar="SHARE", help="Share of the shards, such as 5%, that a second agent scores too.")
+    ] = "0%",
+    canary: Annotated[
+        bool, typer.Option("--canary", help="An agent new to a model first repeats a shard that another has scored.")
+    ] = False,
+    reuse: Annotated[
+        bool, typer.Option("--reuse", help="A job takes over the shards that an equal one has had accepted.")
+    ] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines instead of text.")] = False,
 ) -> None:
     """Run a coordinator until SIGTERM. Its log goes to standard error, its address to standard output."""
@@ -38,10 +50,28 @@ def serve(
     config = ServeConfig(
         listen=listen,
         data_dir=(data_dir or default_data_dir()).expanduser().absolute(),
-        scheduler=scheduler_config(heartbeat, lease),
+        scheduler=replace(
+            scheduler_config(heartbeat, lease),
+            audit_share=_share(audit),
+            audit_salt=secrets.token_hex(16),
+            canary=canary,
+            reuse=reuse,
+        ),
     )
     configure_log(as_json=log_json)
     asyncio.run(run(config, ready=lambda address: say(f"coordinator listening on {address}")))
+
+
+def _share(text: str) -> float:
+    """Return a share that is written as a percentage or a fraction; raises ``ConfigError``."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / (100 if number != text else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--audit {text}: a share from 0% to 100% is wanted, such as 5%")
+    return value
 
 
 def configure_log(*, as_json: bool) -> None:

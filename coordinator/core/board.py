@@ -17,6 +17,7 @@ from coordinator.core.queueing import Shares
 from coordinator.core.speculation import Tails
 from coordinator.core.states import JobState, NodeEvent, NodeState, Role, ShardState
 from coordinator.core.throughput import Fleet, Fleets
+from coordinator.core.trust import Audit
 from eval_kernel.errors import FedevalError, JournalCorrupt, NotRegistered, StaleIncarnation, UnknownJob
 
 
@@ -38,6 +39,7 @@ class Board:
         self.shares = Shares()
         self.tails = Tails()
         self.draining = False
+        self.quarantined: dict[str, str] = {}  # agents that compute otherwise than others -> what was seen
         self._lease_seconds = lease_seconds
         self._superseded: dict[str, set[str]] = {}  # agent -> incarnations that have been replaced
 
@@ -71,7 +73,20 @@ class Board:
             self.offers += 1
             return
         job = self.jobs[fact.job]
-        job.apply(fact)  # first, since it may refuse: then nothing has changed
+        match fact:
+            case f.AgentQuarantined():
+                self._quarantine(fact)
+                return
+            case f.JobReused():
+                job.reuse(self.jobs[fact.source], fact.at)
+            case f.ShardsWithdrawn():
+                audits = [job.audits.of.get(index) for index in fact.shards]
+                job.apply(fact)
+                for lease in [audit.lease for audit in audits if audit is not None and audit.lease is not None]:
+                    self.give_back(lease)
+                self.offers += 1
+            case _:
+                job.apply(fact)  # first, since it may refuse: then nothing has changed
         match fact:
             case f.JobFailed() | f.JobCancelled():
                 self.return_job(job, self.nodes.values())
@@ -86,6 +101,7 @@ class Board:
                     self._drop(job, lease)
                     job.end_lease(shard, lease)
         if job.settled and self.open.pop(fact.job, None) is not None:
+            self.return_job(job, self.nodes.values())  # what is left are second opinions
             self.fleets.forget(fact.job)
             self.tails.forget(fact.job)
             self.shares.leave(job)
@@ -94,7 +110,8 @@ class Board:
 
     def durable(self) -> list[dict[str, Any]]:
         """Return what the facts came to, in canonical form: equal before a crash and after the replay."""
-        return [job.durable() for job in self.jobs.values()]
+        quarantined = [{"quarantined": dict(self.quarantined)}] if self.quarantined else []
+        return [job.durable() for job in self.jobs.values()] + quarantined
 
     # ------------------------------------------------------------ finding
 
@@ -163,7 +180,11 @@ class Board:
         lease = Lease(node.agent, holding, now + self._lease_seconds)
         if not node.leases:
             node.busy_since = now
-        if shard is None:
+        if shard is not None and shard.state is ShardState.COMMITTED:
+            lease.audit, lease.cost = True, shard.plan.input_tokens
+            job.audits.of.setdefault(shard.plan.index, Audit(shard.plan.index)).lease = lease
+            self.shares.place(node, job.key)
+        elif shard is None:
             job.plan_lease = lease
             job.plan_granted.add(node.agent)
             job.changed += 1
@@ -199,6 +220,10 @@ class Board:
                 job.adopt(shard)
                 self.lease(node, job, shard, now)
                 return True
+            audit = job.audits.open.get(holding.shard)
+            if able and audit is not None and job.wants(audit, node.agent):
+                self.lease(node, job, shard, now)
+                return True
             # What was taken from it as not begun had begun: now there are two at it.
             if able and holding == node.running and len(shard.leases) == 1:
                 self.lease(node, job, shard, now)
@@ -210,7 +235,9 @@ class Board:
         self.offers += 1
         job = self.jobs[lease.holding.job]
         self._drop(job, lease)
-        if lease.holding.shard == PLANNING:
+        if lease.audit:
+            job.audits.of[lease.holding.shard].lease = None
+        elif lease.holding.shard == PLANNING:
             job.plan_lease = None
             job.changed += 1
         else:
@@ -258,6 +285,18 @@ class Board:
             for lease in [lease for holding, lease in node.leases.items() if holding.job == job.id]:
                 self.give_back(lease)
 
+    def _quarantine(self, fact: f.AgentQuarantined) -> None:
+        """Take from an agent all it holds; it is given nothing more."""
+        self.quarantined[fact.agent] = fact.message
+        node = self.nodes.get(fact.agent)
+        if node is not None:
+            for lease in list(node.leases.values()):
+                self.give_back(lease)
+            self.held_back.discard(fact.agent)
+            self.shares.place(node, "")
+        self.members += 1
+        self.nodes_changed += 1
+
     def _drop(self, job: Job, lease: Lease) -> None:
         """Remove a lease from its node."""
         del self.nodes[lease.agent].leases[lease.holding]
@@ -265,7 +304,8 @@ class Board:
 
     def _able(self, node: Node, job: Job, role: Role, now: float) -> bool:
         """Whether a node may go on with work it has; a draining one may."""
-        return node.connected and node.has(role) and node.refuses(job.id, now) is None
+        known = node.connected and node.agent not in self.quarantined
+        return known and node.has(role) and node.refuses(job.id, now) is None
 
 
 def _stale(agent: str) -> str:

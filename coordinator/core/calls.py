@@ -29,11 +29,18 @@ class SchedulerConfig:
     ageing_seconds: float = 600.0  # an age of so much counts like one more of priority
     switch_seconds: float = 60.0  # seconds of nodes by which a submitter may be ahead for the sake of a loaded model
     access_retry_seconds: float = 60.0  # how long a node that cannot run a job is not asked again
+    audit_share: float = 0.0  # of the shards, to be scored a second time by another node
+    audit_salt: str = ""  # makes the choice of those shards unpredictable for agents
+    audit_patience_seconds: float = 300.0  # after all else is done, how long an audit waits for a second node
+    canary: bool = False  # whether a node that is new to a model first repeats a shard that another has done
+    reuse: bool = False  # whether a job takes over what an equal one before it had accepted
 
     def __post_init__(self) -> None:
         """Check that the durations make sense together."""
+        if not 0 <= self.audit_share <= 1:
+            raise ConfigError(f"audit_share is {self.audit_share}; it must be 0 to 1")
         for name in self.__slots__:
-            if not getattr(self, name) > 0:
+            if name not in ("audit_share", "audit_salt", "canary", "reuse") and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
         if not self.heartbeat_seconds < self.suspect_after_seconds <= self.lease_seconds:
             raise ConfigError(

@@ -111,6 +111,13 @@ class ShardCommitted(_Scored):
 
 
 @dataclass(frozen=True, slots=True)
+class ShardRecommitted(ShardCommitted):
+    """A partial was accepted for a shard whose first one was withdrawn: its agent is quarantined."""
+
+    kind = "shard_recommitted"
+
+
+@dataclass(frozen=True, slots=True)
 class ShardDiverged(_Scored):
     """A partial that differs from the committed one arrived: kept for the report, never added."""
 
@@ -137,6 +144,69 @@ class ShardExpired(Fact):
     shard: int
     agent: str
     gives_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobReused(Fact):
+    """A job that was just planned takes over all that an equal one, ``source``, had accepted up to this fact."""
+
+    kind = "job_reused"
+    source: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOpened(Fact):
+    """These shards need a second opinion before the job is complete."""
+
+    kind = "audit_opened"
+    shards: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, job: str, data: Mapping[str, Any]) -> Self:
+        """Build from ``to_json``'s dict."""
+        return cls(job, tuple(data["shards"]))
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOpinion(_Scored):
+    """Another agent's result of a committed shard: compared, never added."""
+
+    kind = "audit_opinion"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditClosed(Fact):
+    """An audit is over: ``outcome`` is the name of an ``AuditOutcome``."""
+
+    kind = "audit_closed"
+    shard: int
+    outcome: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentQuarantined(Fact):
+    """An agent computes otherwise than others do; ``job`` is where that was seen. It is given nothing more."""
+
+    kind = "agent_quarantined"
+    agent: str
+    message: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsWithdrawn(Fact):
+    """What a quarantined agent has scored of a job that is not settled counts no more: these shards wait again."""
+
+    kind = "shards_withdrawn"
+    agent: str
+    shards: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, job: str, data: Mapping[str, Any]) -> Self:
+        """Build from ``to_json``'s dict."""
+        return cls(job, data["agent"], tuple(data["shards"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +252,16 @@ KINDS: Mapping[str, type[Fact]] = {
         JobSubmitted,
         JobPlanned,
         ShardCommitted,
+        ShardRecommitted,
         ShardDiverged,
         ShardFailed,
         ShardExpired,
+        JobReused,
+        AuditOpened,
+        AuditOpinion,
+        AuditClosed,
+        AgentQuarantined,
+        ShardsWithdrawn,
         PlanFailed,
         PlanExpired,
         JobFailed,

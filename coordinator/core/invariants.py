@@ -33,8 +33,9 @@ def _job(job: Job) -> None:
     if job.state is JobState.RUNNING:
         assert not job.exhausted, f"{who} has nothing left to do and is not settled: {job.counts}"
         assert job.plan_lease is None, f"{who} is still leased for planning"
-    done = planned and job.counts[ShardState.COMMITTED] == len(job.shards)
-    assert done == (job.state is JobState.SUCCEEDED), f"{who}: all shards committed is {done}"
+    done = planned and job.counts[ShardState.COMMITTED] == len(job.shards) and not job.audits.open
+    if job.state not in (JobState.FAILED, JobState.CANCELLED):
+        assert done == (job.state is JobState.SUCCEEDED), f"{who}: all committed and no audit open is {done}"
     failed = job.state in (JobState.FAILED, JobState.CANCELLED)
     assert failed == (job.failure is not None), f"{who} has the failure {job.failure}"
     assert job.settled == (job.settled_at is not None), f"{who} was settled at {job.settled_at}"
@@ -93,6 +94,15 @@ def _leases(jobs: Mapping[str, Job], nodes: Mapping[str, Node]) -> None:
             ours[job.plan_lease.agent, Holding(job.id, PLANNING)] = job.plan_lease
         held = {(lease.agent, Holding(job.id, s.plan.index)): lease for s in job.shards for lease in s.leases}
         ours |= held
+        ours |= {
+            (audit.lease.agent, Holding(job.id, index)): audit.lease
+            for index, audit in job.audits.of.items()
+            if audit.lease is not None
+        }
+        for index, audit in job.audits.open.items():
+            assert audit.outcome is None, f"job {job.id}: the audit of shard {index} is open and {audit.outcome}"
+        if job.state is not JobState.SUCCEEDED:
+            assert job.partials.keys() == job.commits.keys(), f"job {job.id} does not keep the partials it has"
         holders = Counter(agent for agent, _ in held)
         assert holders == job.holders, f"job {job.id} is held by {holders}, it says by {job.holders}"
     theirs: dict[tuple[str, Holding], Lease] = {}

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import heapq
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +23,12 @@ from coordinator.core.states import (
     ShardState,
     advance,
 )
-from coordinator.core.throughput import work_key
+from coordinator.core.throughput import identity, work_key
+from coordinator.core.trust import Audit, AuditOutcome, Audits, Opinion, precision_class
 from coordinator.core.views import Commit, Failure
 from eval_kernel.errors import IllegalTransition
 from eval_kernel.partial import Partial
-from eval_kernel.plan import Plan, ShardPlan, digest_json
+from eval_kernel.plan import Plan, ShardPlan
 from eval_kernel.tally import Tally
 
 #: The code and, where nobody gave a reason, the text of a cancelled job's failure.
@@ -57,6 +61,7 @@ class Job:
         self.submitted = fact
         self.number = number
         self.key = work_key(fact.spec_json)  # what a node's speed on it depends on
+        self.identity = identity(fact.spec_json)
         self.submitter, self.priority, self.max_nodes = fact.submitter, fact.priority, fact.max_nodes
         self.state = JobState.PLANNING
         self.failure: Failure | None = None
@@ -78,6 +83,10 @@ class Job:
         self.done_by: dict[str, tuple[int, int]] = {}  # agent -> shards, input tokens
         self.divergents: list[f.ShardDiverged] = []
         self.divergent_values: set[tuple[int, str, str]] = set()  # shard, agent, digest
+        self.partials: dict[int, bytes] = {}  # as JSON: for adding up anew when some are withdrawn
+        self.withdrawn: set[int] = set()  # shards whose first partial was withdrawn
+        self.audits = Audits()
+        self.reused: tuple[str, int] | None = None  # the job and the number of shards taken over from it
         # Soft.
         self.plan_lease: Lease | None = None
         self.plan_granted: set[str] = set()
@@ -100,8 +109,9 @@ class Job:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every shard is committed or quarantined."""
-        return not self.counts[ShardState.WAITING] and not self.counts[ShardState.SCORING]
+        """Whether nothing is left that could still be done: shards, or second opinions where no shard lacks."""
+        left = self.counts[ShardState.WAITING] + self.counts[ShardState.SCORING]
+        return not left and (self.counts[ShardState.QUARANTINED] > 0 or not self.audits.open)
 
     # ------------------------------------------------------------ durable
 
@@ -120,6 +130,17 @@ class Job:
                 self._waiting = list(range(len(self.shards)))
             case f.ShardCommitted():
                 self._commit(fact)
+            case f.ShardsWithdrawn():
+                self._withdraw(fact)
+            case f.AuditOpened():
+                for index in fact.shards:
+                    self.audits.want(self.shards[index].plan.index)
+            case f.AuditOpinion():
+                opinion = Opinion.of(fact.scored.partial, fact.scored.execution)
+                self.audits.hear(fact.shard, fact.agent, opinion, self.opinion(fact.shard))
+            case f.AuditClosed():
+                self.audits.close(fact.shard, AuditOutcome(fact.outcome))
+                self._complete(fact.at)
             case f.ShardDiverged():
                 value = (fact.shard, fact.agent, partial_digest(fact.scored.partial))
                 self.divergents.append(fact)
@@ -157,19 +178,79 @@ class Job:
 
     def _commit(self, fact: f.ShardCommitted) -> None:
         partial, shard = fact.scored.partial, self.shards[fact.shard]
-        digest = partial_digest(partial)
+        digest, text = _encoded(partial)
         self.tally.add(partial)  # refuses a second commit before anything is changed
         self._move(shard, ShardEvent.COMMIT)
         self.commits[partial.shard] = Commit(
-            partial.shard, fact.agent, partial.steps, partial.tokens, fact.scored.execution, digest
+            partial.shard, fact.agent, partial.steps, partial.tokens, fact.scored.execution, digest, partial.nonfinite
         )
-        self.input_tokens_done += shard.plan.input_tokens
-        shards, tokens = self.done_by.get(fact.agent, (0, 0))
-        self.done_by[fact.agent] = shards + 1, tokens + shard.plan.input_tokens
+        self.partials[partial.shard] = text
+        self._count(shard, fact.agent, +1)
         shard.granted = frozenset()
-        if len(self.commits) == len(self.shards):
+        self._complete(fact.at)
+
+    def _count(self, shard: Shard, agent: str, one: int) -> None:
+        """Count a committed shard for its agent, or (-1) no more."""
+        self.input_tokens_done += one * shard.plan.input_tokens
+        shards, tokens = self.done_by.get(agent, (0, 0))
+        self.done_by[agent] = shards + one, tokens + one * shard.plan.input_tokens
+        if not self.done_by[agent][0]:
+            del self.done_by[agent]
+
+    def _complete(self, at: float) -> None:
+        """Succeed if every shard is committed and every audit closed."""
+        if len(self.commits) == len(self.shards) and not self.audits.open:
             self._advance(JobEvent.COMPLETE)
-            self.settled_at = fact.at
+            self.settled_at = at
+            self.partials.clear()  # nothing can be withdrawn any more
+
+    def _withdraw(self, fact: f.ShardsWithdrawn) -> None:
+        """Let an agent's shards wait again, and add the others up anew."""
+        if any(self.commits[index].agent != fact.agent for index in fact.shards):
+            raise ValueError(f"a shard of {fact.shards} was not committed by agent {fact.agent}")
+        queued = set(self._waiting)
+        for index in fact.shards:
+            shard = self.shards[index]
+            self._move(shard, ShardEvent.WITHDRAW)
+            del self.commits[index], self.partials[index]
+            self._count(shard, fact.agent, -1)
+            self.withdrawn.add(index)
+            if index not in queued:
+                heapq.heappush(self._waiting, index)
+        gone = set(fact.shards)
+        self.divergents = [other for other in self.divergents if other.shard not in gone]
+        self.divergent_values = {value for value in self.divergent_values if value[0] not in gone}
+        self.audits.withdraw(fact.agent)
+        self.tally = Tally()
+        for text in self.partials.values():
+            self.tally.add(Partial.from_json(json.loads(text)))
+
+    def reuse(self, source: Job, at: float) -> None:
+        """Take over what an equal job had accepted; this one was just planned and has nothing of its own."""
+        if self.commits or self.plan_digest != source.plan_digest:
+            raise IllegalTransition(f"job {self.id} cannot take over the shards of job {source.id}")
+        self.reused = source.id, len(source.commits)
+        self.tally = copy.deepcopy(source.tally)
+        self.commits, self.partials = dict(source.commits), dict(source.partials)
+        for index, commit in self.commits.items():
+            self._move(self.shards[index], ShardEvent.COMMIT)
+            self._count(self.shards[index], commit.agent, +1)
+        self.changed += 1
+        self._complete(at)
+
+    def wants(self, audit: Audit, agent: str) -> bool:
+        """Whether an agent may be asked about a shard: it has not spoken on it, and nobody is at it."""
+        commit = self.commits.get(audit.shard)
+        asked = agent in audit.opinions or agent in audit.declined
+        return commit is not None and commit.agent != agent and audit.lease is None and not asked
+
+    def opinion(self, shard: int) -> Opinion | None:
+        """Return the committed value of a shard as an opinion; ``None`` where there is none."""
+        commit = self.commits.get(shard)
+        if commit is None:
+            return None
+        e = commit.execution
+        return Opinion(commit.steps, commit.nonfinite, e.device, e.dtype, precision_class(e))
 
     def durable(self) -> dict[str, Any]:
         """Return what facts came to, and nothing soft, as a canonical JSON-ready dict: equal after every restart."""
@@ -195,6 +276,9 @@ class Job:
             "commits": [[c.shard, c.agent, c.digest, c.execution.to_json()] for _, c in sorted(self.commits.items())],
             "done": [self.input_tokens_done, sorted(self.done_by.items())],
             "divergents": [[d.agent, d.to_json()] for d in self.divergents],
+            "audits": self.audits.durable(),
+            "withdrawn": sorted(self.withdrawn),
+            "reused": self.reused,
         }
 
     # ------------------------------------------------------------ soft
@@ -275,7 +359,13 @@ class Job:
 
 def partial_digest(partial: Partial) -> str:
     """Return the digest of a partial: two partials of a shard are equal exactly when theirs are."""
-    return digest_json(partial.to_json())
+    return _encoded(partial)[0]
+
+
+def _encoded(partial: Partial) -> tuple[str, bytes]:
+    """The digest of a partial (as ``digest_json`` makes it), and the text that it is of."""
+    text = json.dumps(partial.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    return "sha256:" + hashlib.sha256(text).hexdigest(), text
 
 
 def _failure_json(failure: Failure | None) -> list[str] | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from coordinator.core.audit import audit_for, canary_for
 from coordinator.core.board import Board
 from coordinator.core.calls import PLANNING, SchedulerConfig
 from coordinator.core.jobs import Job, Shard
@@ -46,10 +47,18 @@ def shards_to_score(
     """Take shards for the node from the queue of one job, or choose some that others hold; ``None``: none now."""
     running = [job for job in board.open.values() if job.state is JobState.RUNNING]
     nodes, held_back = board.nodes, False
+    if node.agent in board.quarantined:
+        return None
+    found = audit_for(node, running, now, loaded_only=True)
+    if found is not None:
+        return Choice(found[0], (found[1],), "a second opinion on another agent's shard")
     for offer in offers(node, running, nodes, board.shares, config, loaded_job, now):
         job = offer.job
         if held_back and job.key != node.working:
             break  # it has enough for the end of what it works at: to load another model meanwhile is no gain
+        canary = canary_for(node, job, board.quarantined) if config.canary else None
+        if canary is not None:
+            return Choice(job, (canary,), "it repeats a shard that another agent has done, being new to the model")
         much = lot(node, job, board.fleet(job, now), config, max_shards)
         if much is None:
             held_back = held_back or job.key == node.working
@@ -58,6 +67,9 @@ def shards_to_score(
         shards = job.take(min(max_shards, much.shards), much.tokens, avoid)
         if shards:
             return Choice(job, tuple(shards), offer.why)
+    found = audit_for(node, running, now, loaded_only=False)
+    if found is not None:
+        return Choice(found[0], (found[1],), "a second opinion on another agent's shard")
     if node.leases:
         return None  # what others hold is for those who have nothing
     for job in sorted(running, key=lambda job: (job.key != node.loaded, -job.priority, job.number)):

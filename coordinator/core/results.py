@@ -5,10 +5,12 @@ The half of the scheduler that judges; giving out work and watching nodes is in 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coordinator.core import facts as f
 from coordinator.core.acceptance import contradiction, difference, unusable
-from coordinator.core.board import Board
-from coordinator.core.calls import PLANNING, Holding, Outcome, SchedulerConfig, Verdict
+from coordinator.core.audit import Auditor
+from coordinator.core.calls import PLANNING, Holding, Outcome, Verdict
 from coordinator.core.explain import incomplete
 from coordinator.core.facts import Facts
 from coordinator.core.jobs import Job, Shard, partial_digest
@@ -27,13 +29,8 @@ EXPIRIES_PER_TRY = 2
 MAX_TEXT = 1000
 
 
-class Results:
-    """Judges what agents report."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        """Begin with nothing; a restarted coordinator calls ``replay`` next."""
-        self._config = config
-        self._board = Board(config.lease_seconds)
+class Results(Auditor):
+    """Judges what agents report. Begins with nothing; a restarted coordinator calls ``replay`` next."""
 
     def scored(self, agent: str, incarnation: str, job: str, scored: ScoredShard, now: float) -> Outcome:
         """Judge a partial, whoever sends it and whether or not it holds a lease; the first one of a shard wins.
@@ -50,6 +47,11 @@ class Results:
         shard = found.shards[index]
         problem = contradiction(shard.plan, scored)
         commit = found.commits.get(index)
+        if agent in self._board.quarantined:
+            return Outcome(Verdict.REFUSED, f"agent {agent} is quarantined: {self._board.quarantined[agent]}")
+        if commit is not None and problem is None and (outcome := self._opinion(node, found, scored, now)) is not None:
+            self._measured(node, found, shard, scored, now)
+            return replace(outcome, facts=outcome.facts + self._close_audits(found, now))
         if commit is not None and commit.digest == partial_digest(scored.partial):
             found.duplicates += 1
             self._measured(node, found, shard, scored, now)
@@ -62,7 +64,9 @@ class Results:
             return self._diverged(agent, found, commit, scored, now)
         self._measured(node, found, shard, scored, now)
         node.shards_done += 1
-        facts = self._board.record(f.ShardCommitted(job, agent, scored, now))
+        fact = f.ShardRecommitted if index in found.withdrawn else f.ShardCommitted
+        facts = self._board.record(fact(job, agent, scored, now))
+        facts += self._judge(found, index, now) + self._close_audits(found, now)
         return Outcome(Verdict.ACCEPTED, "", facts + self._fail_if_exhausted(found, now))
 
     def shard_failed(
@@ -85,7 +89,9 @@ class Results:
             return Outcome(Verdict.ACCEPTED, "", self._board.record(f.JobFailed(job, code, text, now)))
         if blame in (Blame.JOB, Blame.NODE):
             return self._refuse(node, found, code, message, now)
-        if agent not in found.shards[shard].granted:
+        audit = found.audits.of.get(shard)
+        asked = audit is not None and audit.lease is not None and audit.lease.agent == agent
+        if not asked and agent not in found.shards[shard].granted:
             return Outcome(Verdict.DUPLICATE, f"agent {agent} holds no lease on shard {shard}: nothing to count")
         return Outcome(Verdict.ACCEPTED, "", self._try_failed(node, found, found.shards[shard], code, message, now))
 
@@ -103,9 +109,12 @@ class Results:
         if found is None or found.settled:
             return _unwanted(job, found)
         problem = unusable(plan)
+        if agent in self._board.quarantined:
+            return Outcome(Verdict.REFUSED, f"agent {agent} is quarantined: {self._board.quarantined[agent]}")
         if problem is not None:
             return Outcome(Verdict.REFUSED, problem, self._plan_failed(node, found, "REFUSED", problem, now))
-        return Outcome(Verdict.ACCEPTED, "", self._board.record(f.JobPlanned(job, agent, plan, now)))
+        facts = self._board.record(f.JobPlanned(job, agent, plan, now))
+        return Outcome(Verdict.ACCEPTED, "", facts + self._reuse(found, now) + self._open_audits(found))
 
     def plan_failed(self, agent: str, incarnation: str, job: str, code: str, message: str, now: float) -> Outcome:
         """Take note that planning failed on an agent. Raises ``StaleIncarnation``, ``NotRegistered``."""
@@ -126,6 +135,22 @@ class Results:
         return Outcome(Verdict.ACCEPTED, "", self._plan_failed(node, found, code, message, now))
 
     # ------------------------------------------------------------ what follows from a call
+
+    def _reuse(self, job: Job, now: float) -> Facts:
+        """Take over what an equal job has accepted; the one that has most."""
+        if job.submitted.fresh or not self._config.reuse:
+            return ()
+        equal = [
+            other
+            for other in self._board.jobs.values()
+            if other is not job
+            and other.commits
+            and other.plan_digest == job.plan_digest
+            and other.identity == job.identity
+            and not any(commit.agent in self._board.quarantined for commit in other.commits.values())
+        ]
+        source = max(equal, key=lambda other: len(other.commits), default=None)
+        return () if source is None else self._board.record(f.JobReused(job.id, source.id, now))
 
     def _measured(self, node: Node, job: Job, shard: Shard, scored: ScoredShard, now: float) -> None:
         """Learn from a result how fast its node is, and charge the submitter for it."""
@@ -154,6 +179,10 @@ class Results:
 
     def _try_failed(self, node: Node, job: Job, shard: Shard, code: str, message: str, now: float) -> Facts:
         """Count a failure of a shard if this agent was given it and has not failed it since; else nothing."""
+        audit = job.audits.of.get(shard.plan.index)
+        if audit is not None and audit.lease is not None and audit.lease.agent == node.agent:
+            audit.declined.add(node.agent)
+            self._board.give_back(audit.lease)
         if node.agent not in shard.granted or shard.state in (ShardState.COMMITTED, ShardState.QUARANTINED):
             return ()
         shard.granted -= {node.agent}

@@ -99,7 +99,8 @@ class Scheduler(Results):
         if self._board.draining or node.state is not NodeState.ACTIVE:
             return None
         board = self._board
-        job = job_to_plan(node, board.open.values(), now)
+        quarantined = agent in board.quarantined
+        job = None if quarantined else job_to_plan(node, board.open.values(), now)
         if job is not None:
             board.lease(node, job, None, now)
             return PlanWork(job.id, job.submitted.spec_json)
@@ -176,6 +177,8 @@ class Scheduler(Results):
         """Let leases run out and silent nodes be suspected, then lost. Wanted about once a second."""
         facts: Facts = ()
         self._board.look_again(now)
+        for job in list(self._board.open.values()):
+            facts += self._close_audits(job, now)
         for node in self._board.nodes.values():
             if now >= node.quiet_until:
                 facts += self._expire(node, now)
@@ -234,7 +237,8 @@ class Scheduler(Results):
 
     def nodes(self, now: float) -> tuple[NodeView, ...]:
         """Return every node known since the coordinator started, by name."""
-        return tuple(node_view(node, now) for _, node in sorted(self._board.nodes.items()))
+        why = self._board.quarantined
+        return tuple(node_view(node, now, why.get(name)) for name, node in sorted(self._board.nodes.items()))
 
     def waiting(self, prefix: str, now: float) -> list[str]:
         """Return why a job waits, one line each (see ``explain.reasons``); raises ``UnknownJob``."""

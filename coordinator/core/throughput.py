@@ -31,6 +31,20 @@ def work_key(spec_json: str) -> str:
     return digest_json([spec.get("model"), spec.get("precision")])
 
 
+def identity(spec_json: str) -> str:
+    """Return what two jobs with equal plans must have in common to have equal results: all but name and paths.
+
+    Model, tokenizer and data are compared by their digests, which are in the plan, as is the version of the kernel.
+    """
+    try:
+        spec = json.loads(spec_json)
+    except ValueError:
+        return spec_json
+    if not isinstance(spec, dict):
+        return spec_json
+    return digest_json({name: value for name, value in spec.items() if name not in ("name", "model", "dataset")})
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The nodes that may score a job now, those left out that are at work with another model."""

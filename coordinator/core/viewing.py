@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from coordinator.core.jobs import Job, Shard
 from coordinator.core.nodes import Node
 from coordinator.core.states import NodeState, ShardState
+from coordinator.core.trust import AuditOutcome
 from coordinator.core.views import JobView, Missing, NodeProgress, NodeView
 
 
@@ -42,14 +44,16 @@ def job_view(job: Job, nodes: Mapping[str, Node], changed: int) -> JobView:
         duplicates=job.duplicates,
         refused=job.refused,
         divergents=tuple(job.divergents),
+        audits=_audits(job),
+        reused=job.reused,
         failures=job.shard_failures + job.plan_failures,
         expiries=job.shard_expiries + job.plan_expiries,
         changed=changed,
     )
 
 
-def node_view(node: Node, now: float) -> NodeView:
-    """Return a node as it is now."""
+def node_view(node: Node, now: float, quarantined: str | None = None) -> NodeView:
+    """Return a node as it is now; ``quarantined`` is why it is given nothing, where it is."""
     refusals = {job: node.refuses(job, now) for job in sorted(node.refusals)}
     return NodeView(
         agent=node.agent,
@@ -60,7 +64,7 @@ def node_view(node: Node, now: float) -> NodeView:
         capabilities=node.info.capabilities,
         state=node.state,
         silence_seconds=now - node.heard,
-        activity=node.activity,
+        activity=node.activity if quarantined is None else f"quarantined: {quarantined}",
         shards_done=node.shards_done,
         tokens_per_second=node.rate(node.last_key),
         held=tuple(sorted(node.leases, key=lambda holding: (holding.job, holding.shard))),
@@ -82,6 +86,17 @@ def _quarantined(job: Job) -> tuple[Missing, ...]:
 def _missing(shard: Shard) -> Missing:
     given_up = shard.state is ShardState.QUARANTINED
     return Missing(shard.plan, given_up, shard.failures, shard.expiries, shard.failure)
+
+
+def _audits(job: Job) -> dict[str, Any] | None:
+    if not job.audits.of:
+        return None
+    counts = {outcome.name.lower(): job.audits.count(outcome) for outcome in AuditOutcome}
+    spread = [
+        {"devices": list(pair), "comparisons": int(seen), "largest_relative_difference": largest}
+        for pair, (seen, largest) in sorted(job.audits.spread.items())
+    ]
+    return {**counts, "open": len(job.audits.open), "scored_anew": len(job.withdrawn), "spread": spread}
 
 
 def _held(node: Node, job: Job) -> int:

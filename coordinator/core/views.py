@@ -32,6 +32,7 @@ class Commit:
     tokens: int
     execution: Execution
     digest: str  # of the partial: another one of the shard is a duplicate exactly when its digest is equal
+    nonfinite: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class JobView:
     duplicates: int  # equal partials that arrived again since the coordinator started
     refused: int  # partials that broke a rule, since the coordinator started
     divergents: tuple[ShardDiverged, ...]
+    audits: Mapping[str, Any] | None  # second opinions: how many ended how, and the spread; None: none were asked for
+    reused: tuple[str, int] | None  # the equal job, and how many of its shards were taken over
     failures: int  # of shards and of planning
     expiries: int
     changed: int  # grows with every change that a watcher would want to see

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from coordinator.core.facts import Fact
+from coordinator.core.facts import Fact, ShardCommitted
 from coordinator.journal.base import Row, decode, encode
 from eval_kernel.errors import JournalCorrupt, JournalFull
 
@@ -37,7 +37,7 @@ class MemoryJournal:
     def append(self, facts: Sequence[Fact]) -> None:
         """Keep the facts, all of them or none. Raises ``JournalFull``; ``JournalCorrupt`` for a second commit."""
         rows = [encode(fact) for fact in facts]
-        commits = [(row.job, row.shard) for row in rows if row.shard is not None]
+        commits = [(row.job, row.shard) for row in rows if row.kind == ShardCommitted.kind]
         for number, commit in enumerate(commits):
             if commit in self._commits or commit in commits[:number]:
                 raise JournalCorrupt(

@@ -39,6 +39,8 @@ def report(scheduler: Scheduler, view: JobView, now: float) -> dict[str, Any]:
             divergent=tuple(_divergent(fact, commits) for fact in view.divergents),
             refused=view.refused,
             failures=view.failures,
+            audits=view.audits,
+            reused=view.reused,
         ),
         work=_work(view, commits),
         wall_seconds=max(0.0, (now if view.settled_at is None else view.settled_at) - view.submitted_at),

@@ -28,6 +28,13 @@ EVERY_KIND: tuple[f.Fact, ...] = (
     f.PlanExpired("j2", "a1"),
     f.JobFailed("j1", "JOB_INCOMPLETE", "1 of 3 shards", 5.0),
     f.JobCancelled("j2", "no need", 6.0),
+    f.AuditOpened("j1", (0, 2)),
+    f.AuditOpinion("j1", "a2", make_scored(0, shift=1), 6.5),
+    f.AuditClosed("j1", 0, "OUTLIER", 7.0),
+    f.AgentQuarantined("j1", "a1", "its loss is +0.5% from that of a2 and a3, who agree", 7.0),
+    f.ShardsWithdrawn("j1", "a1", (0,)),
+    f.ShardRecommitted("j1", "a3", make_scored(0), 7.5),
+    f.JobReused("j3", "j1", 9.0),
 )
 Open = Callable[[], Journal]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,12 +14,22 @@ from coordinator.core.scheduler import Scheduler
 from coordinator.core.states import JobState, Role
 from coordinator.journal import MemoryJournal
 from eval_kernel.errors import NotRegistered, StaleIncarnation
+from eval_kernel.partial import Partial
 from eval_kernel.tally import Tally
 from tests.support.core_cases import info, make_plan, make_scored, with_partial
 
-FEW_TRIES, SOME_TRIES = (
-    SchedulerConfig(lease_seconds=10.0, heartbeat_seconds=2.0, suspect_after_seconds=5.0, max_tries=tries)
-    for tries in (1, 2)
+FEW_TRIES, SOME_TRIES, AUDITED = (
+    SchedulerConfig(
+        lease_seconds=10.0,
+        heartbeat_seconds=2.0,
+        suspect_after_seconds=5.0,
+        max_tries=tries,
+        audit_share=share,
+        audit_patience_seconds=20.0,
+        canary=share > 0,
+        reuse=share > 0,
+    )
+    for tries, share in ((1, 0.0), (2, 0.0), (2, 0.6))
 )
 AGENTS = ("a1", "a2", "a3")
 JOBS = ("j1", "j2")
@@ -45,7 +57,7 @@ class Coordinator(RuleBasedStateMachine):
         self.untold: list[tuple[str, int, str]] = []
         self.told: set[tuple[str, int, str]] = set()  # acknowledged as accepted: job, shard, digest
 
-    @initialize(config=st.sampled_from((FEW_TRIES, SOME_TRIES)))
+    @initialize(config=st.sampled_from((FEW_TRIES, SOME_TRIES, AUDITED)))
     def first_job(self, config: SchedulerConfig) -> None:
         """Most runs are about a job that runs."""
         self.config = config
@@ -143,7 +155,10 @@ class Coordinator(RuleBasedStateMachine):
         scored = make_scored(shard, shift, seconds=0.5 * (1 + len(agent)))
         outcome = self.scheduler.scored(*self.call(agent), job, scored, self.now)
         self.record(outcome.facts)
-        if outcome.verdict is Verdict.ACCEPTED:
+        if any(isinstance(fact, f.AuditOpinion) for fact in outcome.facts):
+            assert outcome.verdict is Verdict.ACCEPTED
+            assert shard in before
+        elif outcome.verdict is Verdict.ACCEPTED:
             assert shard not in before
             self.untold.append((job, shard, self.digest(job, shard)))
         elif outcome.verdict in (Verdict.DUPLICATE, Verdict.DIVERGENT):
@@ -178,7 +193,9 @@ class Coordinator(RuleBasedStateMachine):
         work = self.scheduler.acquire(*self.call(agent), 2, "", self.now)
         if work is None or isinstance(work, PlanWork):
             return
+        done = {commit.shard for commit in self.scheduler.commits(work.job)}
         for shard in work.shards:
+            audit = shard.index in done  # a second opinion that fails is no try
             for repetition in range(2):
                 failures = self.scheduler.job(work.job).failures
                 if wrongly:
@@ -191,7 +208,9 @@ class Coordinator(RuleBasedStateMachine):
                 self.record(outcome.facts)
                 counted = self.scheduler.job(work.job).failures - failures
                 settled = outcome.verdict is Verdict.UNWANTED
-                assert counted == int(repetition == 0 and not settled), f"{outcome} counted {counted} times"
+                assert counted == int(repetition == 0 and not settled and not audit), (
+                    f"{outcome} counted {counted} times"
+                )
 
     @rule(agent=agents, job=jobs, label=st.sampled_from(("data", "data", "other")))
     def plan(self, agent: str, job: str, label: str) -> None:
@@ -263,14 +282,25 @@ class Coordinator(RuleBasedStateMachine):
             elif not view.shards_held:
                 assert lines, f"{view.job} waits and nobody knows why"
 
+    def counted(self) -> dict[str, dict[int, Partial]]:
+        """The partials of each job that the journal says count, by shard."""
+        of: dict[str, dict[int, Partial]] = defaultdict(dict)
+        for fact in self.journal.facts():
+            if isinstance(fact, f.ShardCommitted):
+                assert fact.shard not in of[fact.job], f"{fact} was committed twice"
+                of[fact.job][fact.shard] = fact.scored.partial
+            elif isinstance(fact, f.JobReused):
+                assert not of[fact.job]
+                of[fact.job].update(of[fact.source])
+        return of
+
     def teardown(self) -> None:
         """The tally of each job is the sum of the partials in the journal, each shard once."""
         self.journal_is_written()
         for view in self.scheduler.jobs():
             tally = Tally()
-            for fact in self.journal.facts():
-                if isinstance(fact, f.ShardCommitted) and fact.job == view.job:
-                    tally.add(fact.scored.partial)
+            for partial in self.counted()[view.job].values():
+                tally.add(partial)
             assert tally.digest() == view.tally.digest()
             assert tally.shards == view.shards_done
 

@@ -7,16 +7,19 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from coordinator.client import Client
 from coordinator.fleet import Process
 from coordinator.serve import ADDRESS_FILE
+from coordinator.status import JobStatus
 from eval_kernel.spec import JobSpec
 from tests.support.processes import alive, until
 
 ROOT = Path(__file__).resolve().parents[2]
+COORDINATOR = ("-m", "coordinator")
 ENGINE = "tests.support.fake_engine:FakeEngine"
 #: Environment variable that marks every process of a cluster, whoever started it.
 MARK = "FEDEVAL_TEST_CLUSTER"
@@ -46,13 +49,24 @@ class Cluster:
     Heartbeats and leases are short, so that what a killed agent held is given to others within two seconds.
     """
 
-    def __init__(self, directory: Path, *, heartbeat: float = 0.2, lease: float = 1.5) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        heartbeat: float = 0.2,
+        lease: float = 1.5,
+        coordinator: Sequence[str] = COORDINATOR,
+        serve: Sequence[str] = (),
+    ) -> None:
+        """``coordinator``: what Python is told to run before ``serve``; ``serve``: more options of that command."""
         self.directory = directory
+        self._coordinator = coordinator
         self.address = "127.0.0.1:0"
         self.coordinator: Process | None = None
         self.agents: dict[str, Process] = {}
+        self.before_coordinator: Sequence[str] = ()
         self._mark = uuid.uuid4().hex
-        self._serve = ["--heartbeat", str(heartbeat), "--lease", str(lease)]
+        self._serve = ["--heartbeat", str(heartbeat), "--lease", str(lease), *serve]
         self._all: list[Process] = []
 
     async def __aenter__(self) -> Cluster:
@@ -85,8 +99,8 @@ class Cluster:
         """Start the coordinator, at the same address as before, and wait until it listens."""
         file = self.data / ADDRESS_FILE
         file.unlink(missing_ok=True)
-        command = ["-m", "coordinator", "serve", "--listen", self.address, "--data-dir", str(self.data), *self._serve]
-        process = self.coordinator = self._start("coordinator", command)
+        command = [*self._coordinator, "serve", "--listen", self.address, "--data-dir", str(self.data), *self._serve]
+        process = self.coordinator = self._start("coordinator", command, self.before_coordinator)
         await until(lambda: file.exists() or process.code is not None, 30)
         assert process.code is None, f"the coordinator ended with {process.code}: {process.last_line()}"
         self.address = file.read_text().strip()
@@ -95,10 +109,14 @@ class Cluster:
         assert self.coordinator is not None
         self.coordinator.kill()
 
-    def start_agent(self, name: str, *options: str) -> Process:
-        command = ["-m", "agent", "run", "--coordinator", self.address, "--name", name, "--engine", ENGINE]
+    def start_agent(self, name: str, *options: str, address: str | None = None, before: Sequence[str] = ()) -> Process:
+        """Start an agent, or start it again: its state directory stays. ``address``: of a proxy, say.
+
+        ``before``: a command that runs the agent's, with something changed.
+        """
+        command = ["-m", "agent", "run", "--coordinator", address or self.address, "--name", name, "--engine", ENGINE]
         command += ["--state", str(self.directory / name), "--cache", str(self.directory / "cache"), "--threads", "1"]
-        process = self.agents[name] = self._start(name, [*command, *options])
+        process = self.agents[name] = self._start(name, [*command, *options], before)
         return process
 
     def kill_agent(self, name: str) -> None:
@@ -117,10 +135,10 @@ class Cluster:
             parts.append("\n".join([f"--- {log.name}", *lines]))
         return "\n".join(parts)
 
-    def _start(self, name: str, arguments: list[str]) -> Process:
+    def _start(self, name: str, arguments: list[str], before: Sequence[str] = ()) -> Process:
         self.directory.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, MARK: self._mark, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        process = Process(name, [sys.executable, *arguments], self.directory / f"{name}.log", environment)
+        process = Process(name, [*before, sys.executable, *arguments], self.directory / f"{name}.log", environment)
         self._all.append(process)
         return process
 
@@ -132,8 +150,11 @@ class Cluster:
 
     async def done(self, job: str) -> int:
         """Return how many shards of a job are done."""
+        return (await self.status(job)).shards_done
+
+    async def status(self, job: str) -> JobStatus:
         async with Client(self.address) as client:
-            return (await client.job(job)).shards_done
+            return await client.job(job)
 
     async def reach(self, job: str, shards: int, seconds: float = 60.0) -> None:
         """Wait until so many shards are done."""
