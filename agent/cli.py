@@ -79,6 +79,9 @@ _Root = Annotated[
 ]
 _Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 _Threads = Annotated[int | None, typer.Option(help="Threads of the worker; default: all processors.")]
+_Ranks = Annotated[
+    int, typer.Option(help="Processes that score one shard together: one a GPU, or a share of the threads each.")
+]
 _Engine = Annotated[str, typer.Option(hidden=True, help="MODULE:CLASS of the worker's engine.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -97,6 +100,7 @@ def run(
     root: _Root = None,
     device: _Device = "auto",
     threads: _Threads = None,
+    ranks: _Ranks = 1,
     hang_seconds: Annotated[float, typer.Option(help="Silence after which a worker counts as hung.")] = 300.0,
     drain_seconds: Annotated[float, typer.Option(help="What the running shard gets when stopping.")] = 30.0,
     give_up_after: Annotated[
@@ -112,6 +116,7 @@ def run(
         site=site,
         roles=tuple(dict.fromkeys(role)) if role else config.roles,
         listen=listen,
+        ranks=ranks,
         hang_seconds=hang_seconds,
         drain_seconds=drain_seconds,
         give_up_after=give_up_after,

@@ -19,6 +19,8 @@ ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
 DEFAULT_LISTEN = "127.0.0.1:50052"
 #: The worker's engine: import path and class.
 DEFAULT_ENGINE = "eval_kernel.engine:Engine"
+#: The engine of a node that scores with several ranks at once.
+GROUP_ENGINE = "eval_kernel.parallel.group:GroupEngine"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -75,6 +77,7 @@ class AgentConfig:
     roots: tuple[Path, ...] = field(default_factory=default_roots)
     device: str = "auto"
     threads: int = field(default_factory=usable_cpus)
+    ranks: int = 1  # processes that score one shard together: one a GPU, or a share of the threads each
     hang_seconds: float = 300.0  # silence of a busy worker after which it counts as hung
     drain_seconds: float = 30.0  # what the running shard gets to end when the agent is asked to stop
     give_up_after: float | None = None  # seconds without an answer from the coordinator; None: knock for ever
@@ -96,6 +99,10 @@ class AgentConfig:
             raise ConfigError(f"the device {self.device!r} is unknown; allowed: auto, cpu, cuda, cuda:N")
         if not 1 <= self.threads <= 4096:
             raise ConfigError(f"threads is {self.threads}; allowed: 1 to 4096")
+        if not 1 <= self.ranks <= self.threads:
+            raise ConfigError(
+                f"ranks is {self.ranks}; allowed: 1 to {self.threads}, the number of threads, since each needs one"
+            )
         for option, seconds in (
             ("hang-seconds", self.hang_seconds),
             ("drain-seconds", self.drain_seconds),
@@ -109,6 +116,11 @@ class AgentConfig:
         for what, path in (("state", self.state), ("cache", self.cache)):
             if path.exists() and not path.is_dir():
                 raise ConfigError(f"the {what} directory {path} is a file; name a directory with --{what}")
+
+    @property
+    def worker_engine(self) -> str:
+        """The engine that a worker runs: that of groups where there are several ranks."""
+        return GROUP_ENGINE if self.ranks > 1 and self.engine == DEFAULT_ENGINE else self.engine
 
 
 def _check_address(address: str, what: str, lowest: int = 1) -> None:

@@ -331,7 +331,9 @@ class Executor:
             "device": config.device,
             "threads": config.threads,
         }
-        command = [sys.executable, "-P", "-m", "agent.worker", "--engine", config.engine]
+        if config.ranks > 1:
+            options["ranks"] = config.ranks
+        command = [sys.executable, "-P", "-m", "agent.worker", "--engine", config.worker_engine]
         command += ["--parent", str(os.getpid()), "--options", json.dumps(options)]
         # -P keeps the working directory, which may hold a datasets/ or a tokenizers.py, out of the worker's path;
         # what this process imports from, the worker does too.

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agent.work import INSTALL
-from eval_kernel.errors import FedevalError, OutOfMemory, ShardError, WorkerUnusable
+from eval_kernel.errors import FedevalError, OutOfMemory, RankLost, ShardError, WorkerUnusable
 from eval_kernel.plan import Manifest, ShardPlan
 from eval_kernel.spec import JobSpec
 
@@ -135,8 +135,8 @@ class Server:
                     self._close()
                 self._send("cancelled")
             except FedevalError as error:
-                if isinstance(error, OutOfMemory):
-                    self._close()  # gives the memory back
+                if isinstance(error, (OutOfMemory, RankLost)):
+                    self._close()  # gives the memory back, or a broken group up
                 self._fail(error)
             except Exception as error:  # noqa: BLE001 - whatever a library raises costs one try of one shard
                 traceback.print_exc()
@@ -218,6 +218,7 @@ def load_engine(name: str, options: dict[str, Any]) -> Any:
             roots=None if options["roots"] is None else tuple(Path(root) for root in options["roots"]),
             device=options["device"],
             threads=options["threads"],
+            **({"ranks": options["ranks"]} if "ranks" in options else {}),
         )
         return getattr(module, class_name)(config)
     except FedevalError:
@@ -234,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m agent.worker", description=__doc__)
     parser.add_argument("--engine", required=True, help="MODULE:CLASS")
     parser.add_argument("--parent", type=int, required=True, help="pid of the agent")
-    parser.add_argument("--options", type=json.loads, required=True, help="JSON: cache, roots, device, threads")
+    parser.add_argument("--options", type=json.loads, required=True, help="JSON: cache, roots, device, threads, ranks")
     given = parser.parse_args(arguments)
     pipe = Pipe()
     die_with_parent(given.parent)

@@ -27,6 +27,7 @@ from eval_kernel.errors import (
 from eval_kernel.evaluation import Evaluation, Inputs
 from eval_kernel.execution import device_name, software
 from eval_kernel.packer import packable
+from eval_kernel.parallel import choose, memory, opening
 from eval_kernel.plan import Manifest, Plan
 from eval_kernel.precision import calibration, cells, loading, section, skeleton
 from eval_kernel.precision.plan import Outline, PrecisionPlan, resolve
@@ -121,29 +122,33 @@ class Engine:
         _check_unchanged(inputs.manifest_facts, manifest)
         precision = PrecisionPlan.from_canonical(manifest.precision_plan)
         model.check_precision(precision.compute, self.device)
-        key = (manifest.weights_digest, precision.digest, precision.kernels)
+        key = (manifest.weights_digest, precision.digest, precision.kernels, str(spec.parallel))
         if self._loaded is None or self._loaded[0] != key:
             self._loaded = None  # free the old weights before the new ones come
             note("loading the model")
-            loaded = loading.load(
-                inputs.checkpoint,
-                manifest.weights_digest,
-                precision,
-                self.device,
-                self.config.cache,
-                note,
-                inputs.calibration,
-            )
-            where = f"model {inputs.checkpoint.directory}"
-            dtype = model.DTYPES[precision.compute]
-            used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
-            ready = model.prepare(loaded.module, self.device, dtype, where)
-            if not (precision.uniform and dtype == torch.float32):
-                rows = ready.rows is not None
-                used = {**used, **pace.finding(loaded.module, self.device, dtype, rows, self.config.cache)}
-            self._loaded = (key, ready, used)
+            self._loaded = (key, *self._load(inputs, manifest, precision, spec, note))
         budget = self._budget(spec, manifest, key)
         return Evaluation(inputs, manifest, self._loaded[1], self._loaded[2], budget, self.config.cache, spec)
+
+    def _load(
+        self, inputs: Inputs, manifest: Manifest, precision: PrecisionPlan, spec: JobSpec, note: Note
+    ) -> tuple[model.Model, dict[str, str]]:
+        """Make a model ready, whole or streamed; return it, and what each class of weights is held in."""
+        where = f"model {inputs.checkpoint.directory}"
+        dtype = model.DTYPES[precision.compute]
+        given = inputs.checkpoint, manifest.weights_digest, precision
+        chosen = choose.alone(precision, spec.parallel, memory.for_weights(memory.free_bytes(self.device)))
+        if chosen.streaming_fraction:
+            found = loading.ingredients(*given, self.config.cache, note, inputs.calibration)
+            with loading.memory(inputs.checkpoint, self.device):
+                return opening.open_streamed(found, self.device, chosen.streaming_fraction, where)
+        loaded = loading.load(*given, self.device, self.config.cache, note, inputs.calibration)
+        used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
+        ready = model.prepare(loaded.module, self.device, dtype, where)
+        if not (precision.uniform and dtype == torch.float32):
+            rows = ready.rows is not None
+            used = {**used, **pace.finding(loaded.module, self.device, dtype, rows, self.config.cache)}
+        return ready, used
 
     def _budget(self, spec: JobSpec, manifest: Manifest, key: tuple[str, ...]) -> Budget:
         """What the job asks for, or what this node knows or finds out."""

@@ -22,6 +22,7 @@ from pydantic import (
 
 from eval_kernel.errors import SpecError
 from eval_kernel.gridsum import MAX_SHARD_TOKENS
+from eval_kernel.parallel.dims import NOT_OFFERED
 from eval_kernel.precision.policy import CalibrationSpec, Precision, PrecisionSpec
 from eval_kernel.windows import Bos, Policy, WindowRule
 from eval_kernel.yamlfile import read_yaml
@@ -151,6 +152,41 @@ class ShardSpec(_Section):
     tokens: int = Field(16384, ge=1, le=MAX_SHARD_TOKENS // 2, description="Tokens that go through the model per shard")
 
 
+class ParallelSpec(_Section):
+    """Degrees of parallelism on nodes that score with several ranks, and how much of a model is streamed."""
+
+    dp_replicate: int = Field(1, ge=-1, description="Ranks with the whole model; -1: what the others leave")
+    dp_shard: int = Field(1, ge=-1, description="Ranks that keep a share of each layer and gather the rest")
+    tp: int = Field(1, ge=-1, description="Ranks that compute each layer together")
+    cp: int = Field(1, ge=-1, description="Not offered; use tp or a shorter context")
+    pp: int = Field(1, ge=-1, description="Not offered; use dp_shard")
+    streaming_fraction: float | None = Field(
+        None, ge=0.0, le=1.0, description="Share of the layers fetched from the files at each visit; default: what fits"
+    )
+
+    @model_validator(mode="after")
+    def _offered(self) -> ParallelSpec:
+        degrees = self.degrees()
+        for axis, degree in degrees.items():
+            if degree == 0:
+                raise ValueError(f"{axis}: write 1 or more, or -1 for what the others leave")
+        if list(degrees.values()).count(-1) > 1:
+            raise ValueError("only one degree can be -1, which means what the others leave")
+        for axis, why in NOT_OFFERED.items():
+            if degrees[axis] != 1:
+                raise ValueError(f"{axis}: not offered: {why}")
+        return self
+
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis."""
+        return self.model_dump(exclude={"streaming_fraction"})
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the degrees are the node's to choose."""
+        return set(self.degrees().values()) == {1}
+
+
 def calibration_data(calibration: CalibrationSpec) -> DatasetSpec:
     """Return the dataset that a job's calibration text is. Raises pydantic's ``ValidationError``."""
     return DatasetSpec(**calibration.model_dump(include={"source", "format", "field", "split", "documents"}))
@@ -184,6 +220,9 @@ class JobSpec(_Section):
     )
     batch: BatchSpec = BatchSpec()
     shard: ShardSpec = ShardSpec()
+    parallel: Literal["auto"] | ParallelSpec = Field(
+        "auto", description="auto, or a mapping of degrees for nodes that score with several ranks"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> JobSpec:
@@ -199,7 +238,10 @@ class JobSpec(_Section):
 
     def canonical(self) -> str:
         """The one JSON text of this spec: equal specs, equal text. What travels and what is journaled."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        data = self.model_dump(mode="json")
+        if self.parallel == "auto":
+            del data["parallel"]  # jobs from before there was a choice keep their text
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
     def from_canonical(cls, text: str) -> JobSpec:
