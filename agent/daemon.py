@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -344,6 +345,11 @@ class Daemon:
         # What is not acknowledged is on the disk: without a coordinator to say so there is nothing to wait for.
         while self._link.up and session.has_results and time.monotonic() < end:
             await self._pulse.until(lambda: not session.has_results, LINK_GLANCE_SECONDS)
+        if self._link.answers:
+            # It may be announcing itself anew, with what its probe has just found.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._link.ready()
         if self._link.up:
             self._link.retire()
             try:

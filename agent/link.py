@@ -66,6 +66,11 @@ class Link:
         """Whether the agent is registered and the coordinator answered last time."""
         return self._up.is_set() and self._silent_since is None
 
+    @property
+    def answers(self) -> bool:
+        """Whether the coordinator answered last time, registered or about to be."""
+        return self._silent_since is None
+
     def announce(self, capabilities_json: str) -> None:
         """Set what is announced, and announce it again if that was done before."""
         self._capabilities_json = capabilities_json

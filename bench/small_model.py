@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common
 
-CONTEXT, ROWS, VOCABULARY = 256, 16, 2048
+CONTEXT, ROWS, VOCABULARY = 256, 8, 1024
 #: The last part of the text is never trained on.
 HELD_OUT = 0.3
 
@@ -40,7 +40,11 @@ def make(directory: Path, seconds: float) -> Made:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    from eval_kernel.quiet import quiet
+
+    quiet()
     whole = prose()
     cut = int(len(whole) * (1 - HELD_OUT))
     directory.mkdir(parents=True, exist_ok=True)
@@ -58,11 +62,11 @@ def make(directory: Path, seconds: float) -> Made:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         bos_token_id=0,
@@ -82,8 +86,9 @@ def make(directory: Path, seconds: float) -> Made:
         found.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimiser.step()
-        step, loss = step + 1, float(found)
+        step, loss = step + 1, float(found.detach())
     target = directory / "model"
+    logging.disable_progress_bar()
     module.save_pretrained(target)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>").save_pretrained(target)
     print(f"trained {step} steps of {ROWS * CONTEXT} tokens, last loss {loss:.3f} nats per token", file=sys.stderr)
@@ -93,7 +98,7 @@ def make(directory: Path, seconds: float) -> Made:
 def main() -> int:
     """Train and say where the model is."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?", default=common.CACHE / "bench-small-model")
     parser.add_argument("--quick", action="store_true", help="20 seconds of training")
     parser.add_argument("--seconds", type=float, default=180.0)
     options = parser.parse_args()
