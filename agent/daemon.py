@@ -108,6 +108,7 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._probed = asyncio.Event()
         self._disk = asyncio.Lock()  # one spool operation at a time: loading sweeps up unfinished writes
+        self._unneeded: list[ResultKey] = []  # files in the spool that are about to be removed
 
     async def run(self) -> None:
         """Live until told to stop. Raises the ``FedevalError`` that makes going on senseless."""
@@ -259,17 +260,16 @@ class Daemon:
             self._session.finished(outcome)
 
     async def _store(self) -> None:
-        keys: list[ResultKey] = []
         while True:
             entries = self._session.to_store()[:STORE_BATCH]
-            keys += self._session.to_remove()
-            if not entries and not keys:
+            self._unneeded += self._session.to_remove()
+            if not entries and not self._unneeded:
                 await self._pulse.wait()
                 continue
             try:
                 async with self._disk:
-                    await asyncio.to_thread(self._spool.remove, keys)
-                    keys.clear()
+                    await asyncio.to_thread(self._spool.remove, self._unneeded)
+                    self._unneeded.clear()
                     if entries:
                         await asyncio.to_thread(self._spool.put, entries)
             except OSError as error:
@@ -345,6 +345,7 @@ class Daemon:
         # What is not acknowledged is on the disk: without a coordinator to say so there is nothing to wait for.
         while self._link.up and session.has_results and time.monotonic() < end:
             await self._pulse.until(lambda: not session.has_results, LINK_GLANCE_SECONDS)
+        await self._pulse.until(lambda: not (session.has_removals or self._unneeded), LAST_WORDS_SECONDS)
         if self._link.answers:
             # It may be announcing itself anew, with what its probe has just found.
             with suppress(TimeoutError):

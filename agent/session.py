@@ -242,6 +242,11 @@ class Session:
         keys, self._stored_keys_to_remove = self._stored_keys_to_remove, []
         return keys
 
+    @property
+    def has_removals(self) -> bool:
+        """Whether ``to_remove`` would name an entry."""
+        return bool(self._stored_keys_to_remove)
+
     # ---------------------------------------------------------------- reports
 
     def stream_opened(self) -> None:

@@ -7,7 +7,8 @@ import errno
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,31 @@ def test_stopping_finishes_the_running_shard(tmp_path: Path) -> None:
         assert ["a1"] == coordinator.left
         assert [0] == list(job.partials)
         assert [("job", 0)] == [(h.job, h.shard) for h in drained[0].holdings]
+        assert not spool_of(tmp_path)
+
+    run(body, lease=30.0)
+
+
+def test_stopping_waits_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An acknowledged result is off the disk before the agent says good-bye, however slowly its disk removes files."""
+    remove, left = Spool.remove, threading.Event()
+
+    def slowly(spool: Spool, keys: Iterable[ResultKey]) -> None:
+        keys = list(keys)
+        if keys:
+            left.wait(0.5)  # a good-bye said too early cuts this short
+        remove(spool, [] if left.is_set() else keys)
+
+    monkeypatch.setattr(Spool, "remove", slowly)
+    spec = fake_spec(shards=2, delay=0.5)
+
+    async def body(coordinator: FakeCoordinator) -> None:
+        coordinator.add_job("job", spec, reference_plan(spec))
+        async with an_agent(coordinator, tmp_path) as daemon:
+            await until(lambda: daemon.activity == "scoring")
+            daemon.stop()
+            await until(lambda: coordinator.left)
+            left.set()
         assert not spool_of(tmp_path)
 
     run(body, lease=30.0)
