@@ -74,6 +74,8 @@ class SqliteJournal:
                 raise
         except sqlite3.Error as error:
             raise self._translated(error) from None
+        found = self._path.stat()
+        self._file = found.st_dev, found.st_ino
         self._seed = seed_of(self._identity)
         self._count: int = last[0] if last else 0
         self._checksum: bytes = last[1] if last else self._seed
@@ -117,6 +119,7 @@ class SqliteJournal:
             self._connection.execute("BEGIN IMMEDIATE")
             self._connection.executemany("INSERT INTO fact VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._connection.execute("COMMIT")
+            self._look_whether_it_is_there()
         except sqlite3.Error as error:
             translated = self._translated(error)
             try:
@@ -128,6 +131,18 @@ class SqliteJournal:
             raise translated from None
         self._count, self._checksum = count, checksum
         self._directory.note_head(count)
+
+    def _look_whether_it_is_there(self) -> None:
+        """Raise ``DirectoryUnusable`` if the file is no longer where a restart looks: writing to it still succeeds."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._file:
+            raise DirectoryUnusable(
+                f"{self._path} was removed or replaced while in use: put it back, WAL and all, or what was done since "
+                "is scored again; then start the coordinator"
+            )
 
     def close(self) -> None:
         """Fold the WAL into the file and unlock the directory; may be repeated."""

@@ -262,6 +262,20 @@ def test_a_full_journal_in_memory_behaves_alike() -> None:
     assert FACTS[:3] == list(journal.facts())
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_removed_while_in_use_is_noticed(data: Path, replaced: bool) -> None:
+    """An append to a file that a restart would not find raises, though the write itself succeeds."""
+    journal = open_journal(data)
+    try:
+        (data / FILE).rename(data / "away.db")
+        if replaced:
+            shutil.copy(data / "away.db", data / FILE)
+        with pytest.raises(DirectoryUnusable, match="was removed or replaced while in use: put it back"):
+            journal.append([f.ShardCommitted("j1", "a1", make_scored(9), 9.0)])
+    finally:
+        journal.close()
+
+
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     """A path below a file, or where nothing can be made."""
     (tmp_path / "file").write_text("")

@@ -20,6 +20,9 @@ REPORT_CREDIT = 64
 
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+#: Any ping, such as those that measure the line: while one is unanswered, gRPC sends no keep-alive, and its own default
+#: of a minute would be what finds a dead connection out.
+PING_TIMEOUT_MS = 20_000
 
 Options = list[tuple[str, Any]]
 
@@ -29,6 +32,7 @@ def client_options() -> Options:
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
@@ -49,6 +53,7 @@ def server_options() -> Options:
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 2),
