@@ -82,6 +82,9 @@ _Threads = Annotated[int | None, typer.Option(help="Threads of the worker; defau
 _Ranks = Annotated[
     int, typer.Option(help="Processes that score one shard together: one a GPU, or a share of the threads each.")
 ]
+_Watchdog = Annotated[
+    float, typer.Option(help="Silence after which one of several ranks counts as lost: the group is formed anew.")
+]
 _Engine = Annotated[str, typer.Option(hidden=True, help="MODULE:CLASS of the worker's engine.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -101,6 +104,7 @@ def run(
     device: _Device = "auto",
     threads: _Threads = None,
     ranks: _Ranks = 1,
+    watchdog_seconds: _Watchdog = 10.0,
     hang_seconds: Annotated[float, typer.Option(help="Silence after which a worker counts as hung.")] = 300.0,
     drain_seconds: Annotated[float, typer.Option(help="What the running shard gets when stopping.")] = 30.0,
     give_up_after: Annotated[
@@ -117,6 +121,7 @@ def run(
         roles=tuple(dict.fromkeys(role)) if role else config.roles,
         listen=listen,
         ranks=ranks,
+        watchdog_seconds=watchdog_seconds,
         hang_seconds=hang_seconds,
         drain_seconds=drain_seconds,
         give_up_after=give_up_after,

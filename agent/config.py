@@ -22,6 +22,9 @@ DEFAULT_ENGINE = "eval_kernel.engine:Engine"
 #: The engine of a node that scores with several ranks at once.
 GROUP_ENGINE = "eval_kernel.parallel.group:GroupEngine"
 
+#: Ranks give a sign of life every second; a busy machine may delay one.
+LEAST_WATCHDOG_SECONDS = 3.0
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -78,6 +81,7 @@ class AgentConfig:
     device: str = "auto"
     threads: int = field(default_factory=usable_cpus)
     ranks: int = 1  # processes that score one shard together: one a GPU, or a share of the threads each
+    watchdog_seconds: float = 10.0  # silence of one of several ranks after which the group is dissolved
     hang_seconds: float = 300.0  # silence of a busy worker after which it counts as hung
     drain_seconds: float = 30.0  # what the running shard gets to end when the agent is asked to stop
     give_up_after: float | None = None  # seconds without an answer from the coordinator; None: knock for ever
@@ -103,7 +107,13 @@ class AgentConfig:
             raise ConfigError(
                 f"ranks is {self.ranks}; allowed: 1 to {self.threads}, the number of threads, since each needs one"
             )
+        if self.watchdog_seconds < LEAST_WATCHDOG_SECONDS:
+            raise ConfigError(
+                f"watchdog-seconds is {self.watchdog_seconds}; it must be {LEAST_WATCHDOG_SECONDS:g} or more, since "
+                "a rank gives a sign of life every second"
+            )
         for option, seconds in (
+            ("watchdog-seconds", self.watchdog_seconds),
             ("hang-seconds", self.hang_seconds),
             ("drain-seconds", self.drain_seconds),
             ("give-up-after", self.give_up_after),

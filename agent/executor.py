@@ -332,7 +332,7 @@ class Executor:
             "threads": config.threads,
         }
         if config.ranks > 1:
-            options["ranks"] = config.ranks
+            options |= {"ranks": config.ranks, "watchdog": config.watchdog_seconds}
         command = [sys.executable, "-P", "-m", "agent.worker", "--engine", config.worker_engine]
         command += ["--parent", str(os.getpid()), "--options", json.dumps(options)]
         # -P keeps the working directory, which may hold a datasets/ or a tokenizers.py, out of the worker's path;

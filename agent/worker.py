@@ -218,7 +218,7 @@ def load_engine(name: str, options: dict[str, Any]) -> Any:
             roots=None if options["roots"] is None else tuple(Path(root) for root in options["roots"]),
             device=options["device"],
             threads=options["threads"],
-            **({"ranks": options["ranks"]} if "ranks" in options else {}),
+            **{name: options[name] for name in ("ranks", "watchdog") if name in options},
         )
         return getattr(module, class_name)(config)
     except FedevalError:
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m agent.worker", description=__doc__)
     parser.add_argument("--engine", required=True, help="MODULE:CLASS")
     parser.add_argument("--parent", type=int, required=True, help="pid of the agent")
-    parser.add_argument("--options", type=json.loads, required=True, help="JSON: cache, roots, device, threads, ranks")
+    parser.add_argument("--options", type=json.loads, required=True, help="JSON: the engine's configuration")
     given = parser.parse_args(arguments)
     pipe = Pipe()
     die_with_parent(given.parent)

@@ -6,9 +6,12 @@ longer gets an error, and a group that had one is never used again. Starting and
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +47,17 @@ class Ranks:
         self._timeout = timedelta(seconds=timeout)
         self._axes: dict[ParallelDims, Axes] = {}
         joining = timedelta(seconds=JOIN_SECONDS)
-        self._store = dist.TCPStore(HOST, port, world, rank == 0, joining, wait_for_workers=False)
+        if Path("/sys/class/net/lo").exists():
+            # Ranks of one node: gloo would take the address that the host's name resolves to, if it resolves at all.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        listener = None
+        if rank == 0:
+            # Without this the store would listen on every interface.
+            with socket.create_server((HOST, port), backlog=world) as opened:
+                port, listener = opened.getsockname()[1], opened.detach()
+        self._store = dist.TCPStore(
+            HOST, port, world, rank == 0, joining, wait_for_workers=False, master_listen_fd=listener
+        )
         self.port = int(self._store.port)
 
     def join(self) -> None:

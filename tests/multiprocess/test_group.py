@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -23,6 +27,8 @@ from tests.support.processes import alive, children
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
 TEXTS = ["the cat sat on the mat. " * 20, "a dog", "hello world " * 30, "xyz abc " * 10]
+#: Seconds of silence after which a rank is lost, where that is what is tested.
+WATCHDOG = 5.0
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {"dp_replicate": -1},
     "sharded": {"dp_shard": -1},
@@ -63,6 +69,7 @@ class Case:
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
+            self._group = None
         torch.set_num_threads(self._threads)
 
 
@@ -131,6 +138,30 @@ def test_calibration_sums_are_added_over_ranks(case: Case) -> None:
     assert expected[0].extra
 
 
+def test_ranks_of_one_node_listen_on_loopback_only(case: Case) -> None:
+    """Neither the rendezvous nor the ranks' links can be reached from another machine."""
+    engine = case.group(2)
+    spec = case.spec(parallel=LAYOUTS["replicas"])
+    plan, _ = case.expected(spec)
+    engine.open(spec, plan.manifest, _silent)
+    assert engine.formed is not None
+    addresses = [a for pid in (os.getpid(), engine.formed.helpers[0].pid) for a in listening(pid)]
+    assert len(addresses) >= 3
+    assert {address.partition(":")[0] for address in addresses} == {"0100007F"}
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses that a process listens at, in the kernel's hexadecimal."""
+    sockets = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1])
+    return found
+
+
 def test_a_degree_that_is_not_the_groups_names_those_that_work(case: Case) -> None:
     """The message says what the degrees make, what the group has, and what to write."""
     spec = case.spec(parallel={"tp": 3})
@@ -157,3 +188,44 @@ def test_a_rank_that_is_killed_dissolves_the_group_and_the_next_one_gives_the_sa
     assert all(helper.returncode is not None for helper in first.helpers)
     assert [scored.partial for scored in scores(engine, spec, plan)] == expected
     assert engine.formed is not first
+
+
+def test_a_rank_ten_times_slower_than_the_other_is_not_taken_for_dead(case: Case) -> None:
+    """A rank that runs a tenth of the time still gives signs of life: work goes on far beyond the watchdog's time."""
+    spec = case.spec(parallel=LAYOUTS["sharded"])
+    plan, expected = case.expected(spec)
+    case.close()
+    engine = GroupEngine(EngineConfig(case.directory / "cache", None, "cpu", 1, 2, WATCHDOG))
+    try:
+        evaluation = engine.open(spec, plan.manifest, _silent)
+        group = engine.formed
+        assert group is not None
+        end = time.monotonic() + 2 * WATCHDOG
+        with slowed(group.helpers[0].pid, 0.45, 0.05):
+            while time.monotonic() < end:
+                assert [evaluation.score(shard, lambda: None).partial for shard in plan.shards] == expected
+        assert engine.formed is group
+        assert group.lost is None
+    finally:
+        engine.close()
+
+
+@contextmanager
+def slowed(pid: int, stopped: float, running: float) -> Iterator[None]:
+    """Stop a process for ``stopped`` seconds, let it run for ``running``, and so on."""
+    done = Event()
+
+    def alternate() -> None:
+        while not done.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            done.wait(stopped)
+            os.kill(pid, signal.SIGCONT)
+            done.wait(running)
+
+    thread = Thread(target=alternate)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Return as soon as ``condition()`` is true; raise ``TimeoutError`` after ``seconds``."""
+async def until(condition: Callable[[], object], seconds: float = 20.0, every: float = 0.005) -> None:
+    """Return as soon as ``condition()`` is true, looked at ``every`` so many seconds; else raise ``TimeoutError``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {seconds} s: {condition}")
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(every)
 
 
 def alive(pid: int) -> bool:

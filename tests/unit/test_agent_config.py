@@ -40,6 +40,8 @@ def test_the_defaults_are_valid() -> None:
         ({"device": "tpu"}, "unknown"),
         ({"device": "mps"}, "allowed: auto, cpu, cuda, cuda:N"),
         ({"threads": 0}, "1 to 4096"),
+        ({"threads": 2, "ranks": 3}, "1 to 2, the number of threads"),
+        ({"watchdog_seconds": 1.0}, "watchdog-seconds is 1.0; it must be 3 or more"),
         ({"hang_seconds": 0.0}, "hang-seconds"),
         ({"drain_seconds": float("nan")}, "drain-seconds"),
         ({"give_up_after": -1.0}, "give-up-after"),
