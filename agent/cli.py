@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from agent.config import (
 )
 from agent.daemon import Daemon
 from agent.executor import Executor
+from agent.groupcheck import group_findings
 from agent.logs import Logger, WorkerLog, make_logger
 from agent.probe import Capabilities
 from agent.probe import probe as probe_machine
@@ -194,12 +195,31 @@ def check(
     root: _Root = None,
     device: _Device = "auto",
     threads: _Threads = None,
+    group: Annotated[
+        bool, typer.Option("--group", help="Look at groups instead: ranks, their sums and link, versions, environment.")
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="With --group: how many ranks; default: one a GPU, else 2.")
+    ] = None,
     as_json: _Json = False,
     engine: _Engine = DEFAULT_ENGINE,
 ) -> None:
-    """Prove that an agent can work here: exit with 0 if all is well, else with 1 and remedies."""
+    """Prove that an agent can work here: exit with 0 if all is well, else with 1 and remedies.
+
+    With --group, prove that several ranks can score together on this machine, and measure the link between them.
+    """
     config = _config(coordinator, name, state, cache, root, device, threads, engine)
-    found = asyncio.run(_check(config, quiet=as_json))
+    if ranks is not None and not group:
+        raise typer.BadParameter("is for --group", param_hint="--ranks")
+    capabilities = probe_machine(config.cache)
+    found = asyncio.run(
+        _shown(
+            group_findings(config.device, ranks, config.threads, capabilities)
+            if group
+            else findings(config, capabilities, make_logger(as_json=False)),
+            quiet=as_json,
+        )
+    )
     good = all(finding.ok for finding in found)
     if as_json:
         typer.echo(json.dumps({"ok": good, "findings": [finding.to_json() for finding in found]}, indent=2))
@@ -207,10 +227,10 @@ def check(
         raise typer.Exit(1)
 
 
-async def _check(config: AgentConfig, *, quiet: bool) -> list[Finding]:
+async def _shown(looked_at: AsyncIterator[Finding], *, quiet: bool) -> list[Finding]:
     console = Console(quiet=quiet, soft_wrap=True, highlight=False)
     found = []
-    async for finding in findings(config, probe_machine(config.cache), make_logger(as_json=False)):
+    async for finding in looked_at:
         found.append(finding)
         word, style = ("ok  ", "green") if finding.ok else ("FAIL", "bold red")
         console.print(Text.assemble((word, style), f"  {finding.name:<16} {finding.detail}"))

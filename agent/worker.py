@@ -11,14 +11,12 @@ number of ``progress``, ``beat`` and ``rows``, and one of ``probed``, ``planned`
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import importlib
 import json
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -27,6 +25,7 @@ from typing import IO, Any
 
 from agent.work import INSTALL
 from eval_kernel.errors import FedevalError, OutOfMemory, RankLost, ShardError, WorkerUnusable
+from eval_kernel.lifetime import die_with_parent
 from eval_kernel.plan import Manifest, ShardPlan
 from eval_kernel.spec import JobSpec
 
@@ -97,15 +96,6 @@ def end_group() -> None:
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent dies (Linux); elsewhere the end of the input tells."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)  # it died before we asked
 
 
 class Server:

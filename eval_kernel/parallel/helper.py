@@ -7,7 +7,6 @@ watchdog's time ends the group. Rank 0's side is ``group``.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval_kernel.errors import FedevalError, ShardError, reason
+from eval_kernel.lifetime import die_with_parent
 
 #: Seconds between two signs of life.
 PULSE_SECONDS = 1.0
@@ -112,11 +112,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="pid of rank 0")
     parser.add_argument("--options", type=json.loads, required=True)
     given = parser.parse_args()
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != given.parent:
-        os._exit(0)  # it died before we asked
+    die_with_parent(given.parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # when to stop is rank 0's to say
     faulthandler.enable()

@@ -6,13 +6,11 @@ zero elsewhere: so every rank ends with all of them, exactly, and rank 0 reports
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from eval_kernel import model, scoring
 from eval_kernel.budget import Budget
@@ -133,7 +131,7 @@ class Spread:
         beat()
         if extra is not None:
             assert own is not None
-            for sums in gathered(self._ranks, own):
+            for sums in self._ranks.every(own):
                 extra.take(sums)
         steps = np.rint(nats * STEPS_PER_NAT).astype(np.int64)
         results = []
@@ -151,15 +149,6 @@ def shares(rows: list[scoring.Row], ranks: int) -> list[list[int]]:
         loads[rank] += len(rows[index].inputs)
         found[rank].append(index)
     return [sorted(mine) for mine in found]
-
-
-def gathered(ranks: Ranks, sums: dict[str, int]) -> list[dict[str, int]]:
-    """The sums of every rank, as JSON in bytes: names may differ from rank to rank."""
-    text = json.dumps(sums).encode()
-    longest = ranks.largest([len(text)])[0]
-    padded: npt.NDArray[np.int64] = np.frombuffer(text.ljust(longest), dtype=np.uint8).astype(np.int64)
-    every = ranks.collected(padded).astype(np.uint8).tobytes()
-    return [json.loads(every[k * longest : (k + 1) * longest]) for k in range(ranks.world)]
 
 
 def shape_of(module: Any) -> Shape:

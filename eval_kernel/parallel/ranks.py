@@ -6,6 +6,7 @@ longer gets an error, and a group that had one is never used again. Starting and
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Sequence
@@ -114,13 +115,15 @@ class Ranks:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [int(value) for value in found]
 
-    def collected(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Arrays of one shape from all ranks, one after the other."""
-        mine = torch.from_numpy(values).to(self.device)
+    def every(self, value: Any) -> list[Any]:
+        """What each rank gives, on all of them: anything that JSON can say."""
+        text = json.dumps(value).encode()
+        longest = self.largest([len(text)])[0]
+        padded = np.frombuffer(text.ljust(longest), dtype=np.uint8).astype(np.int64)
+        mine = torch.from_numpy(padded).to(self.device)
         found = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(found, mine)
-        every: npt.NDArray[np.int64] = torch.cat(found).cpu().numpy()
-        return every
+        return [json.loads(part.cpu().numpy().astype(np.uint8).tobytes()) for part in found]
 
     def leave(self) -> None:
         """Leave the group, without waiting for others."""
