@@ -62,6 +62,7 @@ class NodeProgress:
     tokens_per_second: float
     shards_held: int
     activity: str
+    layout: str = ""  #: how its model lies on several ranks, or is streamed, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class JobStatus:
                     n.tokens_per_second,
                     n.shards_held,
                     n.activity,
+                    n.layout,
                 )
                 for n in m.nodes
             ),

@@ -141,7 +141,8 @@ class Engine:
         if chosen.streaming_fraction:
             found = loading.ingredients(*given, self.config.cache, note, inputs.calibration)
             with loading.memory(inputs.checkpoint, self.device):
-                return opening.open_streamed(found, self.device, chosen.streaming_fraction, where)
+                ready, used = opening.open_streamed(found, self.device, chosen.streaming_fraction, where)
+            return ready, {**used, section.LAYOUT: str(chosen)}
         loaded = loading.load(*given, self.device, self.config.cache, note, inputs.calibration)
         used = {**loaded.used, section.DIGEST: loaded.digest} if loaded.digest else loaded.used
         ready = model.prepare(loaded.module, self.device, dtype, where)

@@ -318,7 +318,8 @@ def _shards(tally: Tally) -> list[list[int]] | None:
 
 
 def _node(w: NodeWork) -> dict[str, Any]:
-    return {**asdict(w), "input_tokens_per_second": w.input_tokens / w.seconds if w.seconds > 0 else None}
+    rate = w.input_tokens / w.seconds if w.seconds > 0 else None
+    return {**asdict(w), "layout": w.precision.get(precision.LAYOUT), "input_tokens_per_second": rate}
 
 
 def _software(work: Iterable[NodeWork]) -> dict[str, list[str]]:

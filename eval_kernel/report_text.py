@@ -160,7 +160,8 @@ def _nodes(report: dict[str, Any]) -> list[str]:
         rate = number(n["input_tokens_per_second"], 4)
         rows.append((n["node"], str(n["shards"]), f"{n['input_tokens']:,}", rate, n["device"], n["dtype"]))
     wall = report["timing"]["wall_seconds"]
-    return ["", f"Nodes ({wall:.1f} s in all)", *("  " + line for line in table(rows, right=(1, 2, 3)))]
+    layouts = [f"layout on {n['node']}: {n['layout']}" for n in report["nodes"] if n["layout"]]
+    return ["", f"Nodes ({wall:.1f} s in all)", *("  " + line for line in [*table(rows, right=(1, 2, 3)), *layouts])]
 
 
 def _calibration(part: dict[str, Any] | None) -> list[str]:

@@ -97,7 +97,12 @@ def wait(
 
 
 def jobs(
-    explain: Annotated[bool, typer.Option("--explain", help="Say why each job waits or failed.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Say why each job waits or failed, and how its model lies on nodes with several ranks."
+        ),
+    ] = False,
     as_json: AsJson = False,
     address: Address = ADDRESS,
 ) -> None:
@@ -119,7 +124,7 @@ def jobs(
     console().print(rows)
     if explain:
         for status in listed:
-            for reason in explanation(status):
+            for reason in explanation(status) + layouts(status):
                 say(plain(f"{status.label} ({status.job}): {reason}"))
 
 
@@ -130,6 +135,11 @@ def explanation(status: JobStatus) -> list[str]:
     if status.state.settled:
         return []
     return list(status.waiting) or ["nothing is in its way"]
+
+
+def layouts(status: JobStatus) -> list[str]:
+    """Return how the model lies on nodes with several ranks, or is streamed, and why, one line each."""
+    return [f"agent {node.node}: {node.layout}" for node in status.nodes if node.layout]
 
 
 def cancel(

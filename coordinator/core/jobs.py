@@ -29,6 +29,7 @@ from coordinator.core.views import Commit, Failure
 from eval_kernel.errors import IllegalTransition
 from eval_kernel.partial import Partial
 from eval_kernel.plan import Plan, ShardPlan
+from eval_kernel.precision.section import LAYOUT
 from eval_kernel.tally import Tally
 
 #: The code and, where nobody gave a reason, the text of a cancelled job's failure.
@@ -81,6 +82,7 @@ class Job:
         self.commits: dict[int, Commit] = {}
         self.input_tokens_done = 0
         self.done_by: dict[str, tuple[int, int]] = {}  # agent -> shards, input tokens
+        self.layouts: dict[str, str] = {}  # agent -> how the model lay on its ranks for its last accepted shard
         self.divergents: list[f.ShardDiverged] = []
         self.divergent_values: set[tuple[int, str, str]] = set()  # shard, agent, digest
         self.partials: dict[int, bytes] = {}  # as JSON: for adding up anew when some are withdrawn
@@ -186,6 +188,7 @@ class Job:
         )
         self.partials[partial.shard] = text
         self._count(shard, fact.agent, +1)
+        self.layouts[fact.agent] = fact.scored.execution.precision.get(LAYOUT, "")
         shard.granted = frozenset()
         self._complete(fact.at)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from coordinator.core.nodes import Lease
 from eval_kernel.partial import Execution, Partial
+from eval_kernel.precision.section import DIGEST, LAYOUT
 
 #: Relative difference of a shard's loss sum that may come from another device, kernel or library, by class.
 TOLERANCES: Mapping[str, float] = {"full": 2e-5, "half": 2e-3, "quantised": 4e-3}
@@ -52,7 +53,8 @@ class Opinion:
 
 def precision_class(execution: Execution) -> str:
     """Return how exactly results of equal shards can be expected to agree: ``full``, ``half`` or ``quantised``."""
-    if any("int" in value or "fp8" in value for key, value in execution.precision.items() if key != "weights"):
+    formats = [value for key, value in execution.precision.items() if key not in (DIGEST, LAYOUT)]
+    if any("int" in value or "fp8" in value for value in formats):
         return "quantised"
     return "full" if execution.dtype == "float32" else "half"
 

@@ -113,4 +113,5 @@ def _progress(agent: str, job: Job, node: Node | None) -> NodeProgress:
         tokens_per_second=0.0 if node is None else node.rate(job.key),
         shards_held=0 if node is None else _held(node, job),
         activity="" if node is None else node.activity,
+        layout=job.layouts.get(agent, ""),
     )

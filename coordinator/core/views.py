@@ -57,6 +57,7 @@ class NodeProgress:
     tokens_per_second: float  # input tokens, recent; 0.0 before the first accepted shard of this life
     shards_held: int
     activity: str
+    layout: str  # how a model lies on several ranks, or is streamed, and why; empty on one rank, and before a result
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,4 +144,5 @@ def _progress(view: NodeProgress) -> jobs_pb2.NodeProgress:
         tokens_per_second=view.tokens_per_second,
         shards_held=view.shards_held,
         activity=view.activity,
+        layout=view.layout,
     )

@@ -29,8 +29,17 @@ class Choice:
 
     def __str__(self) -> str:
         """What people read."""
-        streamed = f", {self.streaming_fraction:.0%} streamed" if self.streaming_fraction else ""
-        return f"{self.dims.label}{streamed}: {self.why}"
+        return f"{self.form}: {self.why}"
+
+    @property
+    def form(self) -> str:
+        """The layout in words, such as ``sharded over 2 ranks``."""
+        dims = self.dims
+        forms = [f"{dims.dp_replicate} replicas"] if dims.dp_replicate > 1 else []
+        forms += [f"sharded over {dims.dp_shard} ranks"] if dims.dp_shard > 1 else []
+        forms += [f"tensor parallel over {dims.tp} ranks"] if dims.tp > 1 else []
+        forms += [f"{self.streaming_fraction:.0%} of the layers streamed"] if self.streaming_fraction else []
+        return ", ".join(forms) or "whole on one rank"
 
 
 def alone(plan: PrecisionPlan, wanted: Wanted, room: int) -> Choice:
@@ -51,12 +60,12 @@ def choose(sized: Sizes, wanted: Wanted, world: int, room: int) -> Choice:
     replicas = ParallelDims(dp_replicate=world, world_size=world)
     if wanted != "auto" and wanted.streaming_fraction is not None:
         return Choice(replicas, wanted.streaming_fraction, "as the job says")
-    need, have = sized.total >> 20, room >> 20
+    need, have = f"{sized.total / 1e6:.0f} MB of weights", f"{room / 1e6:.0f} MB"
     if sized.total <= room:
-        return Choice(replicas, 0.0, f"{need} MiB of weights fit into {have} MiB on every rank")
+        return Choice(replicas, 0.0, f"{need} fit into {have} on every rank")
     layers = sum(sized.layers)
     if world > 1 and sized.outside + layers // world + SLOTS * max(sized.layers) <= room:
         dims = ParallelDims(dp_shard=world, world_size=world)
-        return Choice(dims, 0.0, f"{need} MiB of weights do not fit into {have} MiB, 1/{world} of the layers does")
+        return Choice(dims, 0.0, f"{need} do not fit into {have}, 1/{world} of the layers does")
     fraction = fraction_for(sized, room)
-    return Choice(replicas, fraction, f"{need} MiB of weights do not fit into {have} MiB")
+    return Choice(replicas, fraction, f"{need} do not fit into {have}")

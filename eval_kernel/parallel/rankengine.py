@@ -58,7 +58,7 @@ class RankEngine(Engine):
             inner, used = self._part(found, axes, chosen.streaming_fraction, where, inputs, manifest)
         if found.pack.digest:
             used = {**used, section.DIGEST: found.pack.digest}
-        used = {**used, "layout": str(chosen)[:400]}
+        used = {**used, section.LAYOUT: str(chosen)}
         spread = Spread(ranks, axes, inner)
         return replace(inner, scorer=spread.score, rows=None, kernel=f"{inner.kernel}; {chosen.dims.label}"), used
 

@@ -14,6 +14,8 @@ from eval_kernel.precision.plan import PrecisionPlan, bytes_by_class, formats_by
 
 #: Key of the digest of the quantised weights among what a node says of its precision.
 DIGEST = "weights"
+#: Key of the layout of a model that lies on several ranks or is streamed; the report shows it with the nodes.
+LAYOUT = "layout"
 #: Positions whose logits exist at one time (``scoring.CHUNK``); and positions and outputs of one tile of them, where a
 #: fast path scores rows one by one (``head.BLOCK``, ``kernels.TILE``). Those modules need torch, this one must not.
 CHUNK, TILE_ROWS, TILE_COLUMNS = 256, 128, 2048
@@ -63,7 +65,7 @@ def section(
         "working": working_bytes(manifest, plan),
         "skipped": [{"name": t.name, "format": t.format, "note": t.note} for t in plan.tensors if t.note],
         "tensors": [[t.name, t.role, t.format, t.value_bytes + t.scale_bytes, t.note] for t in plan.tensors],
-        "used": {node: {k: v for k, v in what.items() if k != DIGEST} for node, what in said},
+        "used": {node: {k: v for k, v in what.items() if k not in (DIGEST, LAYOUT)} for node, what in said},
         "weights_digests": _digests(said),
     }
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from coordinator.commands.jobs import layouts as layouts_of
+from coordinator.status import JobStatus
 from eval_kernel.report import comparable
+from eval_kernel.report_text import render_text
 from eval_kernel.spec import JobSpec, parse_spec
 from tests.support import models
 from tests.support.cluster import Cluster
@@ -65,9 +68,9 @@ def test_a_job_on_one_group_is_the_job_on_one_plain_agent(case: Case, tmp_path: 
     """Replicas and sharded layers give the whole report bit for bit; tensor parallelism the counts, and the losses
     up to float32 sums. The report says which layout it was."""
     layouts: dict[str, dict[str, Any]] = {
-        "dp_replicate=2": {},
-        "dp_shard=2": {"parallel": {"dp_shard": -1}},
-        "tp=2": {"parallel": {"tp": -1}},
+        "2 replicas": {},
+        "sharded over 2 ranks": {"parallel": {"dp_shard": -1}},
+        "tensor parallel over 2 ranks": {"parallel": {"tp": -1}},
     }
     specs = {layout: case.spec(3, **job) for layout, job in layouts.items()}
 
@@ -80,16 +83,21 @@ def test_a_job_on_one_group_is_the_job_on_one_plain_agent(case: Case, tmp_path: 
             await until(lambda: plain.code is not None)
             cluster.start_agent("group", *case.group())
             jobs = [await cluster.submit(spec) for spec in specs.values()]
-            return alone, [await cluster.report(job, PATIENCE) for job in jobs]
+            together = [await cluster.report(job, PATIENCE) for job in jobs]
+            said.extend([await cluster.status(job) for job in jobs])
+            return alone, together
 
+    said: list[JobStatus] = []
     alone, together = asyncio.run(main())
 
-    for layout, expected, got in zip(specs, alone, together, strict=True):
+    for layout, expected, got, status in zip(specs, alone, together, said, strict=True):
         (node,) = got["nodes"]
         assert "group" == node["node"]
         assert "2" == node["software"]["ranks"]
-        assert layout in node["software"]["kernel"]
-        if layout != "tp=2":
+        assert node["layout"].startswith(f"{layout}: ")
+        assert f"layout on group: {layout}: " in render_text(got)
+        assert [f"agent group: {node['layout']}"] == layouts_of(status)
+        if not layout.startswith("tensor"):
             assert comparable(expected) == comparable(got)
             continue
         a, b = expected["totals"], got["totals"]

@@ -13,7 +13,7 @@ from coordinator import cli
 from coordinator.commands import jobs
 from coordinator.commands.common import Answers
 from coordinator.commands.serve import configure_log
-from coordinator.status import Failure, JobState, JobStatus
+from coordinator.status import Failure, JobState, JobStatus, NodeProgress, NodeState
 from eval_kernel import __version__, errors
 
 
@@ -136,6 +136,15 @@ def test_a_job_explains_itself() -> None:
     assert ["CODE: why"] == jobs.explanation(failed)
     assert ["why"] == jobs.explanation(replace(failed, failure=Failure("CANCELLED", "why")))
     assert [] == jobs.explanation(done)
+
+
+def test_explain_says_how_a_model_lies_on_several_ranks() -> None:
+    """One line for each node that has a layout, none for the others."""
+    group = NodeProgress("group", NodeState.ACTIVE, 1, 10, 5.0, 1, "scoring", "2 replicas: they fit")
+    nodes = (group, replace(group, node="plain", layout=""))
+    base: dict[str, object] = dict.fromkeys(JobStatus.__slots__)
+
+    assert ["agent group: 2 replicas: they fit"] == jobs.layouts(JobStatus(**{**base, "nodes": nodes}))  # type: ignore[arg-type]
 
 
 def test_the_coordinator_needs_nothing_of_the_agents() -> None:

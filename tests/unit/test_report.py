@@ -280,6 +280,17 @@ def test_the_text_shows_the_number_and_how_it_was_obtained() -> None:
     assert not any(line != line.rstrip() for line in text.splitlines())
 
 
+def test_how_a_model_lay_on_a_nodes_ranks_stands_with_the_node() -> None:
+    """Of a node with one rank nothing is said."""
+    layout = "sharded over 2 ranks: 538 MB of weights do not fit into 300 MB, 1/2 of the layers does"
+    first, second = k_work()
+    report = k_report(work=[replace(first, precision={"mlp": "fp32", "layout": layout}), second])
+
+    assert [None, layout] == [node["layout"] for node in report["nodes"]]
+    assert f"  layout on beta: {layout}\n" in render_text(report)
+    assert 1 == render_text(report).count("layout on")
+
+
 def test_the_text_of_an_incomplete_job_begins_with_what_is_missing() -> None:
     """The reader meets the gap before any number, and each number is called partial."""
     lines = render_text(missing_one()).splitlines()

@@ -238,6 +238,7 @@ class Execution(_message.Message):
     def precision(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the weights were really held and multiplied in, by their class ("attention", "mlp", ...). Under "weights" the
         digest of the quantised weights: it MUST be the same wherever the same plan is applied to the same checkpoint.
+        Under "layout" how the model lies on several ranks, or is streamed, and why.
         """
 
     def __init__(

@@ -94,6 +94,7 @@ class NodeProgress(_message.Message):
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     SHARDS_HELD_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     state: Global___NodeState.ValueType
     shards_done: _builtins.int
@@ -104,6 +105,8 @@ class NodeProgress(_message.Message):
     shards_held: _builtins.int
     activity: _builtins.str
     """for people: "loading the model", "scoring", "idle", ..."""
+    layout: _builtins.str
+    """For people: how the model lies on several ranks of the node, or is streamed, and why; empty on one rank."""
     def __init__(
         self,
         *,
@@ -114,10 +117,11 @@ class NodeProgress(_message.Message):
         tokens_per_second: _builtins.float = ...,
         shards_held: _builtins.int = ...,
         activity: _builtins.str = ...,
+        layout: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "node", b"node", "shards_done", b"shards_done", "shards_held", b"shards_held", "state", b"state", "tokens_done", b"tokens_done", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "layout", b"layout", "node", b"node", "shards_done", b"shards_done", "shards_held", b"shards_held", "state", b"state", "tokens_done", b"tokens_done", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
