@@ -95,6 +95,9 @@ def judged(found: Mapping[str, Any]) -> list[Finding]:
         result.append(
             judge(f"link, {dtype}", True, f"16 MiB summed at {rate:.2f} GB/s; one number in {wait:.0f} µs", "")
         )
+    result.append(
+        judge("shard", True, f"its losses summed over the ranks in {found['shard_seconds'] * 1e3:.1f} ms", "")
+    )
     return result
 
 

@@ -18,6 +18,7 @@ import time
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,8 @@ DEFAULT_RANKS = 2
 TIMEOUT = 60.0
 #: Bytes that are summed to measure bandwidth, how often; and how often one number is, to measure latency.
 LINK_BYTES, LINK_ROUNDS, LATENCY_ROUNDS = 16 << 20, 5, 200
+#: Scored tokens of a shard, unless said otherwise: a job's default.
+SHARD_TOKENS = 16384
 #: What is measured, and what a sum of the ranks' numbers must be exact in.
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -102,13 +105,25 @@ def _timed(ranks: Ranks, values: torch.Tensor) -> float:
     return time.perf_counter() - begun
 
 
-def examine(ranks: Ranks) -> dict[str, Any]:
+def shard(ranks: Ranks, tokens: int) -> float:
+    """Return the seconds that summing a shard's losses and flags over all ranks takes (median)."""
+    nats, flags = np.zeros(tokens), np.zeros(tokens, np.int64)
+    waits = []
+    for _ in range(LATENCY_ROUNDS):
+        begun = time.perf_counter()
+        nats, flags = ranks.sums(nats, flags)
+        waits.append(time.perf_counter() - begun)
+    return median(waits)
+
+
+def examine(ranks: Ranks, tokens: int) -> dict[str, Any]:
     """Look at everything; all ranks call this."""
     return {
         "backend": "nccl" if ranks.device.type == "cuda" else "gloo",
         "ranks": ranks.every(facts(ranks)),
         "exact": exact(ranks),
         "links": {name: link(ranks, dtype) for name, dtype in DTYPES.items()},
+        "shard_seconds": shard(ranks, tokens),
     }
 
 
@@ -117,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval_kernel.parallel.selftest", description=__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--ranks", type=int, help="default: one a GPU, else 2")
+    parser.add_argument("--tokens", type=int, default=SHARD_TOKENS, help="of the shard whose sums are timed")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
@@ -132,9 +148,9 @@ def main() -> None:
         ranks = Ranks(given.rank, world, device, TIMEOUT, given.port)
         if given.rank == 0:
             for rank in range(1, world):
-                threading.Thread(target=_follow, args=(rank, device, ranks), daemon=True).start()
+                threading.Thread(target=_follow, args=(rank, device, ranks, given.tokens), daemon=True).start()
         ranks.join()
-        found = examine(ranks)
+        found = examine(ranks, given.tokens)
     except FedevalError as error:
         _end({"error": str(error), "code": error.code})
     except RuntimeError as error:
@@ -144,10 +160,10 @@ def main() -> None:
     _end(found)
 
 
-def _follow(rank: int, device: torch.device, ranks: Ranks) -> None:
+def _follow(rank: int, device: torch.device, ranks: Ranks, tokens: int) -> None:
     """Start a rank; if it fails, this one ends with its words, instead of waiting for it."""
     command = [sys.executable, "-P", "-m", "eval_kernel.parallel.selftest", "--device", str(device)]
-    command += ["--rank", str(rank), "--ranks", str(ranks.world)]
+    command += ["--rank", str(rank), "--ranks", str(ranks.world), "--tokens", str(tokens)]
     command += ["--port", str(ranks.port), "--parent", str(os.getpid())]
     with tempfile.TemporaryFile() as said:
         code = subprocess.run(command, stdout=said, stderr=subprocess.STDOUT, check=False).returncode

@@ -30,7 +30,7 @@ def test_ranks_on_this_machine_agree_and_add_up_exactly() -> None:
     found = json.loads(done.stdout)
 
     assert 0 == done.returncode, done.stdout + done.stderr
-    names = ["environment", "drivers", "ranks", "versions", "all_reduce", "link, float64", "link, bfloat16"]
+    names = ["environment", "drivers", "ranks", "versions", "all_reduce", "link, float64", "link, bfloat16", "shard"]
     assert names == [finding["name"] for finding in found["findings"]]
     assert "3 over gloo" in found["findings"][2]["detail"]
 

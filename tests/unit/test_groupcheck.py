@@ -82,6 +82,7 @@ def result(**second: Any) -> dict[str, Any]:
         "ranks": [rank, {**rank, "rank": 1, "device": "cuda:1 NVIDIA H100", **second}],
         "exact": {"float64": True, "int64": True, "bfloat16": True},
         "links": {"float64": link, "bfloat16": link},
+        "shard_seconds": 0.0012,
     }
 
 
@@ -90,7 +91,7 @@ def test_equal_ranks_are_good() -> None:
     found = judged(result())
 
     assert all(finding.ok for finding in found)
-    assert ["ranks", "versions", "all_reduce", "link, float64", "link, bfloat16"] == [f.name for f in found]
+    assert ["ranks", "versions", "all_reduce", "link, float64", "link, bfloat16", "shard"] == [f.name for f in found]
     assert "nccl 2.27.5" in found[1].detail
     assert "16 MiB summed at 4.00 GB/s; one number in 20 µs" == found[3].detail
 
