@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import grpc
 import grpc.aio
 from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc
-from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN, insecure_channel
+from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN, open_channel
 from fedeval.wire.messages import (
     failure_to_message,
     scored_to_message,
@@ -88,7 +88,7 @@ class AgentClient:
         """Open the channel; nothing is sent yet."""
         self._config = config
         self._who = _Who(agent=name, incarnation=incarnation)
-        self._channel = insecure_channel(config.coordinator)
+        self._channel = open_channel(config.coordinator)
         self._stub: agents_pb2_grpc.AgentServiceAsyncStub = agents_pb2_grpc.AgentServiceStub(self._channel)
 
     async def close(self) -> None:

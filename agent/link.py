@@ -12,7 +12,17 @@ from collections.abc import Awaitable, Callable
 
 from agent.client import AgentClient, Registration
 from agent.logs import Logger
-from eval_kernel.errors import CallError, FedevalError, NotRegistered, StaleIncarnation, Unreachable, VersionRefused
+from eval_kernel.errors import (
+    AccessError,
+    CallError,
+    ConfigError,
+    FedevalError,
+    NotRegistered,
+    StaleIncarnation,
+    Unauthenticated,
+    Unreachable,
+    VersionRefused,
+)
 
 #: Pauses between two tries: FIRST, doubled each time up to LONGEST, times 0.5 to 1.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.4, 5.0
@@ -58,6 +68,7 @@ class Link:
         self._reminded: float | None = None
         self._capabilities_json = "{}"
         self._retired = False
+        self._refused_before = False
         self.generation = 0
         self.heartbeat_seconds = 1.0
 
@@ -104,7 +115,7 @@ class Link:
             try:
                 answer = await self._client.register(self._capabilities_json)
             except FedevalError as error:
-                if isinstance(error, CallError) and not isinstance(error, NotRegistered):
+                if isinstance(error, CallError) and not isinstance(error, NotRegistered | Unauthenticated):
                     raise  # refused: another try would be refused too
                 self.failed(error, -1)
                 await backoff.wait()
@@ -123,10 +134,15 @@ class Link:
         if self._silent_since is not None and self._reminded is not None:
             self._log.info("the coordinator answers", after_seconds=round(time.monotonic() - self._silent_since))
         self._silent_since = self._reminded = None
+        self._refused_before = False
 
     def failed(self, error: FedevalError, generation: int) -> None:
         """Take a call's error: note it if the call may be repeated, raise it if this agent must stop."""
-        if isinstance(error, VersionRefused | StaleIncarnation):
+        if isinstance(error, Unauthenticated) and not self._refused_before:
+            # A coordinator that has just begun again made a new token: this call may have carried the old one.
+            self._refused_before = True
+            return
+        if isinstance(error, VersionRefused | StaleIncarnation | AccessError | ConfigError):
             raise error
         if isinstance(error, NotRegistered):
             if self._retired:

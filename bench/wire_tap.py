@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 import common
+from fedeval.wire.credentials import local_path
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA = 0
@@ -76,6 +77,7 @@ class Tap:
         self.address = ""
         self.up, self.down = Count(), Count()
         self.connections = 0
+        self._target = target
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._server: asyncio.Server | None = None
@@ -85,12 +87,15 @@ class Tap:
         """Listen."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        # Whoever calls here shows what the target has published.
+        local_path(self.address).symlink_to(local_path(self._target))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         """Break every connection."""
         assert self._server is not None
         self._server.close()
+        local_path(self.address).unlink()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

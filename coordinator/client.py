@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from fedeval.v1 import jobs_pb2, jobs_pb2_grpc
-from fedeval.wire.channel import insecure_channel
+from fedeval.wire.channel import open_channel
+from fedeval.wire.credentials import local_source, token_variable
 from fedeval.wire.status import from_rpc
 
 from coordinator.config import DEFAULT_ADDRESS, checked_address
@@ -43,7 +44,8 @@ class Client:
 
     async def __aenter__(self) -> Client:
         """Open the channel; nothing is sent before the first call."""
-        self._channel = insecure_channel(self.address)
+        token, local = token_variable(), local_source(self.address)
+        self._channel = open_channel(self.address, local if token is None else lambda: token)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -262,6 +262,26 @@ class PartialRefused(CallError):
     code = "PARTIAL_REFUSED"
 
 
+class AccessError(CallError):
+    """The caller is not who may do this; no other try will change that. Never raised itself."""
+
+    code = "ACCESS_REFUSED"
+    exit_code = 50
+
+
+class Unauthenticated(AccessError):
+    """The caller shows no token or certificate that this coordinator knows."""
+
+    code = "UNAUTHENTICATED"
+
+
+class NotPermitted(AccessError):
+    """The caller's role does not allow the call, or it speaks in another's name."""
+
+    code = "NOT_PERMITTED"
+    exit_code = 51
+
+
 class Unreachable(FedevalError):
     """The coordinator does not answer at the address given."""
 

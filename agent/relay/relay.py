@@ -6,7 +6,9 @@ import asyncio
 
 import grpc.aio
 from fedeval.v1 import agents_pb2_grpc, jobs_pb2_grpc, relay_pb2_grpc
+from fedeval.wire import credentials
 from fedeval.wire.channel import server_options
+from fedeval.wire.gate import Gate, LocalToken
 
 from agent.logs import Logger
 from agent.relay.delivery import Delivery
@@ -25,14 +27,16 @@ class Relay:
     """One relay. ``address`` is where it listens, known at once; it serves from ``start`` on."""
 
     def __init__(self, listen: str, upstream: str, name: str, log: SiteLog, logger: Logger) -> None:
-        """Take the port. Raises ``PortTaken``."""
+        """Take the port. Raises ``PortTaken``, ``DirectoryUnusable``."""
         self._logger = logger.bind(relay=name)
         self.upstream = Upstream(upstream, name, self._logger)
         self._log = log
         self.delivery = Delivery(log, self.upstream, self._logger)
         forwarding = Forwarding(self.upstream, self.delivery)
         options = [(key, value) for key, value in server_options() if key != "grpc.max_concurrent_streams"]
-        self._server = grpc.aio.server(options=[*options, ("grpc.max_concurrent_streams", _STREAMS)])
+        local = LocalToken()
+        options.append(("grpc.max_concurrent_streams", _STREAMS))
+        self._server = grpc.aio.server(options=options, interceptors=[Gate(local)])
         agents_pb2_grpc.add_AgentServiceServicer_to_server(SiteAgentService(forwarding), self._server)
         relay_pb2_grpc.add_RelayServiceServicer_to_server(SiteRelayService(forwarding), self._server)
         greeting = Greeting(self.upstream)  # type: ignore[abstract]  # the rest of the service is the coordinator's alone
@@ -44,6 +48,7 @@ class Relay:
                 f"{listen} is in use by another program; choose another address for the relay with --listen"
             ) from None
         self.address = f"{listen.rpartition(':')[0]}:{port}"
+        credentials.publish(self.address, credentials.Credentials(local.token))
         self._forwarding = forwarding
 
     @property
@@ -63,6 +68,7 @@ class Relay:
                 task.result()
         finally:
             await self._server.stop(GRACE_SECONDS)
+            credentials.withdraw(self.address)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

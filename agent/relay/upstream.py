@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from fedeval.v1 import agents_pb2, jobs_pb2, jobs_pb2_grpc, relay_pb2, relay_pb2_grpc
-from fedeval.wire.channel import insecure_channel
+from fedeval.wire.channel import open_channel
 from fedeval.wire.gather import Gatherer
 from fedeval.wire.messages import failure_from_message
 from fedeval.wire.status import from_rpc
@@ -44,7 +44,7 @@ class Upstream:
         self.generation = 0  #: counts the streams
         self._name = name
         self._log = log
-        self._channel = insecure_channel(address)
+        self._channel = open_channel(address)
         self._stub: relay_pb2_grpc.RelayServiceAsyncStub = relay_pb2_grpc.RelayServiceStub(self._channel)
         self._jobs: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(self._channel)
         self._calls: Gatherer[relay_pb2.RelayCall] = Gatherer()

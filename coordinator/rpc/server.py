@@ -7,7 +7,9 @@ import socket
 
 import grpc.aio
 from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc, relay_pb2, relay_pb2_grpc
+from fedeval.wire import credentials
 from fedeval.wire.channel import is_loopback, server_options
+from fedeval.wire.gate import Gate, LocalToken
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -34,7 +36,8 @@ class Server:
     def __init__(self, runtime: Runtime, config: SchedulerConfig, identity: str) -> None:
         """Put the services together; nothing listens yet."""
         self.address = ""
-        self._server = grpc.aio.server(options=server_options())
+        self._local = LocalToken()
+        self._server = grpc.aio.server(options=server_options(), interceptors=[Gate(self._local)])
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stub lacks it
         jobs_pb2_grpc.add_JobServiceServicer_to_server(JobService(runtime, identity), self._server)
         calls = AgentCalls(runtime, config, identity)
@@ -43,7 +46,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self, listen: str) -> None:
-        """Listen. Raises ``PortTaken`` or ``ConfigError``."""
+        """Listen. Raises ``PortTaken``, ``ConfigError`` or ``DirectoryUnusable``."""
         probe(listen)  # grpc would write lines of its own to standard error
         if is_loopback(listen):
             names = (*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -53,6 +56,7 @@ class Server:
         except RuntimeError:
             raise PortTaken(_taken(listen)) from None
         self.address = f"{listen.rpartition(':')[0]}:{port}"
+        credentials.publish(self.address, credentials.Credentials(self._local.token))  # before anyone can call
         await self._server.start()
 
     async def serving(self, yes: bool) -> None:
@@ -64,6 +68,8 @@ class Server:
     async def stop(self, grace: float | None) -> None:
         """End listening; calls in flight get ``grace`` seconds."""
         await self._server.stop(grace)
+        if self.address:
+            credentials.withdraw(self.address)
 
     async def ended(self) -> None:
         """Wait until the server has stopped."""

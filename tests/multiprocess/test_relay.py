@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fedeval.v1 import agents_pb2, agents_pb2_grpc, evaluation_pb2
-from fedeval.wire.channel import insecure_channel
+from fedeval.wire.channel import open_channel
 from fedeval.wire.messages import scored_to_message
 
 from agent.logs import make_logger
@@ -145,7 +145,7 @@ def test_relays_below_relays_come_to_the_same_bits(tmp_path: Path) -> None:
 @asynccontextmanager
 async def by_hand(there: Served, relay: Relay, name: str = "a") -> AsyncIterator[HandAgent]:
     """Yield an agent whose calls go through the relay and are made by the test."""
-    channel = insecure_channel(relay.address)
+    channel = open_channel(relay.address)
     try:
         agent = HandAgent(there, name, "1")
         agent.served = Served(

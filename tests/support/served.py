@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2_grpc
-from fedeval.wire.channel import insecure_channel
+from fedeval.wire.channel import open_channel
 from fedeval.wire.messages import manifest_to_json, shard_to_message
 
 from coordinator.client import Client
@@ -129,7 +129,7 @@ async def served(
     await server.start(listen)
     await server.serving(True)
     running = asyncio.create_task(runtime.run())
-    channel = insecure_channel(server.address)
+    channel = open_channel(server.address)
     try:
         async with Client(server.address) as client:
             yield Served(

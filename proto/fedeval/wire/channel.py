@@ -1,11 +1,16 @@
-"""Channel and server settings, in one table used by both sides: they cannot disagree (grpc "too many pings")."""
+"""Channels, and the settings of channels and servers, in one table: sides cannot disagree (grpc "too many pings")."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from typing import Any
 
+import grpc
 import grpc.aio
+
+from eval_kernel.errors import Unauthenticated
+from fedeval.wire.credentials import TOKEN_KEY, TOKEN_PREFIX, Credentials, Source, local_source
 
 #: The protocol versions this code speaks. A change that an older peer would misread raises the maximum.
 PROTOCOL_MIN = 1
@@ -23,6 +28,8 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 #: Any ping, such as those that measure the line: while one is unanswered, gRPC sends no keep-alive, and its own default
 #: of a minute would be what finds a dead connection out.
 PING_TIMEOUT_MS = 20_000
+#: What calls get to end when their connection is replaced: longer than a long poll.
+RETIRE_SECONDS = 45.0
 
 Options = list[tuple[str, Any]]
 
@@ -76,8 +83,135 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def insecure_channel(address: str) -> grpc.aio.Channel:
-    """Open a plain channel; only loopback addresses are allowed. Raises ``ValueError`` for others."""
-    if not is_loopback(address):
-        raise ValueError(f"{address} is not a loopback address: plain connections stay on this machine")
-    return grpc.aio.insecure_channel(address, options=client_options())
+def open_channel(address: str, source: Source | None = None) -> Channel:
+    """Open a channel that shows what ``source`` says: by default, what the listener published for this user.
+
+    Off this machine the source must have a certificate: without one each call raises ``Unauthenticated``.
+    """
+    return Channel(address, source or local_source(address))
+
+
+class _Method:
+    """A method of a ``Channel``: looks up credentials before each call, and calls on the channel that fits them."""
+
+    def __init__(self, owner: Channel, kind: str, method: str, options: dict[str, Any]) -> None:
+        self._owner = owner
+        self._kind = kind
+        self._method = method
+        self._options = options
+        self._generation = 0
+        self._call: Any = None
+
+    def __call__(self, *args: Any, metadata: Any = None, **options: Any) -> Any:
+        channel, token = self._owner.present()
+        if self._generation != self._owner.generation:
+            self._generation = self._owner.generation
+            self._call = getattr(channel, self._kind)(self._method, **self._options)
+        metadata = tuple(metadata or ())
+        if token:
+            metadata += ((TOKEN_KEY, TOKEN_PREFIX + token),)
+        return self._call(*args, metadata=metadata, **options)
+
+
+class Channel(grpc.aio.Channel):
+    """A channel whose credentials may change while it is open: later calls go over a new connection then.
+
+    ``generation`` counts the connections. Calls that are running when one is replaced have ``RETIRE_SECONDS`` to end.
+    """
+
+    def __init__(self, address: str, source: Source) -> None:
+        """Nothing is connected yet."""
+        self.address = address
+        self.generation = 0
+        self._source = source
+        self._inner: grpc.aio.Channel | None = None
+        self._shown: Credentials | None = None
+        self._retired: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        self._changed = asyncio.Event()
+
+    def present(self) -> tuple[grpc.aio.Channel, str]:
+        """Return the connection that fits the credentials of now, and the token. Raises ``Unauthenticated``."""
+        credentials = self._source()
+        shown = Credentials("", credentials.ca, credentials.certificate, credentials.key)
+        if self._inner is None or shown != self._shown:
+            fresh = self._open(shown)
+            if self._inner is not None:
+                task = asyncio.get_running_loop().create_task(_retire(self._inner))
+                self._retired[task] = self._inner
+                task.add_done_callback(lambda done: self._retired.pop(done, None))
+            self._inner, self._shown = fresh, shown
+            self.generation += 1
+            self._changed.set()
+            self._changed = asyncio.Event()
+        return self._inner, credentials.token
+
+    def _open(self, credentials: Credentials) -> grpc.aio.Channel:
+        if credentials.ca:
+            tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key or None, credentials.certificate or None)
+            return grpc.aio.secure_channel(self.address, tls, options=client_options())
+        if is_loopback(self.address):
+            return grpc.aio.insecure_channel(self.address, options=client_options())
+        raise Unauthenticated(
+            f"{self.address} is not on this machine, and plain connections stay on this machine: "
+            "join the coordinator first, with the join string that `eval-coordinator token create` prints there"
+        )
+
+    async def replaced(self, generation: int) -> None:
+        """Wait until a connection is no longer the present one."""
+        while self.generation == generation:
+            await self._changed.wait()
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        """See ``grpc.aio.Channel``."""
+        return self._callable("unary_unary", method, args, options)
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        """See ``grpc.aio.Channel``."""
+        return self._callable("unary_stream", method, args, options)
+
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        """See ``grpc.aio.Channel``."""
+        return self._callable("stream_unary", method, args, options)
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        """See ``grpc.aio.Channel``."""
+        return self._callable("stream_stream", method, args, options)
+
+    def _callable(self, kind: str, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> _Method:
+        names = ("request_serializer", "response_deserializer", "_registered_method")
+        return _Method(self, kind, method, {**dict(zip(names, args, strict=False)), **options})
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close every connection."""
+        retired = dict(self._retired)
+        for task in retired:
+            task.cancel()
+        await asyncio.gather(*retired, return_exceptions=True)
+        for channel in [*retired.values(), *([] if self._inner is None else [self._inner])]:
+            await channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """See ``grpc.aio.Channel``."""
+        return self.present()[0].get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """See ``grpc.aio.Channel``."""
+        await self.present()[0].wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """See ``grpc.aio.Channel``."""
+        await self.present()[0].channel_ready()
+
+    async def __aenter__(self) -> Channel:
+        """Return the channel itself."""
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Close it."""
+        await self.close()
+
+
+async def _retire(channel: grpc.aio.Channel) -> None:
+    """Close a connection once its last calls had their time."""
+    await asyncio.sleep(RETIRE_SECONDS)
+    await channel.close(None)

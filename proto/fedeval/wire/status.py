@@ -24,6 +24,8 @@ CODES: dict[type[errors.FedevalError], grpc.StatusCode] = {
     errors.RequestInvalid: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownJob: grpc.StatusCode.NOT_FOUND,
     errors.NotRegistered: grpc.StatusCode.NOT_FOUND,
+    errors.AccessError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.JobKeyConflict: grpc.StatusCode.ALREADY_EXISTS,
     errors.JournalFull: grpc.StatusCode.UNAVAILABLE,
     errors.Unreachable: grpc.StatusCode.UNAVAILABLE,
