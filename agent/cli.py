@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
+from fedeval.wire.credentials import local_source
+from fedeval.wire.pki import date
 from rich.console import Console
 from rich.text import Text
 
@@ -35,11 +38,12 @@ from agent.daemon import Daemon
 from agent.executor import Executor
 from agent.groupcheck import group_findings
 from agent.logs import Logger, WorkerLog, make_logger
+from agent.membership import join_once, load, path_in
 from agent.probe import Capabilities
 from agent.probe import probe as probe_machine
 from agent.spool import StateDirectory
 from eval_kernel import __version__
-from eval_kernel.errors import DirectoryUnusable, FedevalError
+from eval_kernel.errors import ConfigError, DirectoryUnusable, FedevalError
 
 PROGRAM = "eval-agent"
 #: Exit codes: a fault of this program; and by the shell's tradition, ended by SIGINT, by SIGPIPE.
@@ -69,7 +73,15 @@ def options(
 
 
 _Coordinator = Annotated[
-    str, typer.Option("--coordinator", "-c", envvar=ADDRESS_VARIABLE, metavar="HOST:PORT", help="The coordinator.")
+    str | None,
+    typer.Option(
+        "--coordinator",
+        "-c",
+        envvar=ADDRESS_VARIABLE,
+        metavar="HOST:PORT",
+        help="The coordinator or the site's relay.",
+        show_default=f"the one that was joined, else {DEFAULT_ADDRESS}",
+    ),
 ]
 _Name = Annotated[str | None, typer.Option(help="This agent's name; default: host name and random, kept.")]
 _State = Annotated[Path | None, typer.Option(help="Spool, name and lock of this agent; default: XDG state home.")]
@@ -92,10 +104,18 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def run(
-    coordinator: _Coordinator = DEFAULT_ADDRESS,
+    coordinator: _Coordinator = None,
     name: _Name = None,
-    site: Annotated[str, typer.Option(help="The site this node belongs to.")] = "default",
-    role: Annotated[list[Role] | None, typer.Option(help="Repeat for more; default: forward, preprocess.")] = None,
+    join: Annotated[
+        str, typer.Option(metavar="STRING", help="Join first, as `eval-agent join` does, unless that was done before.")
+    ] = "",
+    site: Annotated[
+        str | None, typer.Option(help="The site this node belongs to.", show_default="the one joined, else default")
+    ] = None,
+    role: Annotated[
+        list[Role] | None,
+        typer.Option(help="Repeat for more.", show_default="those joined with, else forward, preprocess"),
+    ] = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the role aggregate listens for the site's agents.")
     ] = DEFAULT_LISTEN,
@@ -115,10 +135,17 @@ def run(
     engine: _Engine = DEFAULT_ENGINE,
 ) -> None:
     """Work for a coordinator until stopped (SIGTERM or Ctrl-C: finish the shard; twice: at once)."""
+    if join:
+        place = (state or default_state(name)).absolute()
+        joined = load(path_in(place))
+        if joined is None or joined.membership.certificate.expires <= time.time():
+            _join(join, name, place)
     config = _config(coordinator, name, state, cache, root, device, threads, engine)
+    if config.membership is not None and site not in (None, config.site):
+        raise ConfigError(f"this node has joined as one of site {config.site}; leave out --site {site}")
     config = replace(
         config,
-        site=site,
+        site=site or config.site,
         roles=tuple(dict.fromkeys(role)) if role else config.roles,
         listen=listen,
         ranks=ranks,
@@ -152,6 +179,27 @@ async def _live(config: AgentConfig, state: StateDirectory, capabilities: Capabi
 
 
 @app.command()
+def join(
+    invitation: Annotated[str, typer.Argument(metavar="STRING", help="From `eval-coordinator token create`.")],
+    name: _Name = None,
+    state: _State = None,
+) -> None:
+    """Join a coordinator on another machine: `eval-agent run`, with the same --name or --state, then needs no address.
+
+    Makes this node's key, which never leaves it, checks the coordinator's CA against the join string, and only then
+    shows its secret. The certificate is good for a week, and renewed while the agent runs.
+    """
+    _join(invitation, name, (state or default_state(name)).absolute())
+
+
+def _join(invitation: str, name: str | None, state: Path) -> None:
+    with StateDirectory(state) as directory:
+        membership = join_once(invitation, path_in(state), name or directory.name())
+    until = date(membership.certificate.expires)
+    typer.echo(f"joined {membership.coordinator} at {membership.address} as {membership.owner}, until {until}")
+
+
+@app.command()
 def probe(
     cache: _Cache = None,
     device: _Device = "auto",
@@ -160,7 +208,7 @@ def probe(
     engine: _Engine = DEFAULT_ENGINE,
 ) -> None:
     """Print what this machine is and what the libraries can really do on it; fail if the engine does."""
-    config = _config(DEFAULT_ADDRESS, None, None, cache, None, device, threads, engine)
+    config = _config(None, None, None, cache, None, device, threads, engine)
     capabilities = probe_machine(config.cache)
 
     async def ask() -> dict[str, object]:
@@ -188,7 +236,7 @@ def probe(
 
 @app.command()
 def check(
-    coordinator: _Coordinator = DEFAULT_ADDRESS,
+    coordinator: _Coordinator = None,
     name: _Name = None,
     state: _State = None,
     cache: _Cache = None,
@@ -240,7 +288,7 @@ async def _shown(looked_at: AsyncIterator[Finding], *, quiet: bool) -> list[Find
 
 
 def _config(
-    coordinator: str,
+    coordinator: str | None,
     name: str | None,
     state: Path | None,
     cache: Path | None,
@@ -250,16 +298,35 @@ def _config(
     engine: str,
 ) -> AgentConfig:
     """Options to configuration; raises ``ConfigError``."""
-    return AgentConfig(
-        coordinator=coordinator,
+    place = (state or default_state(name)).absolute()
+    config = AgentConfig(
         name=name,
-        state=(state or default_state(name)).absolute(),
+        state=place,
         cache=(cache or default_cache()).absolute(),
         roots=tuple(path.absolute() for path in root) if root else default_roots(),
         device=device,
         threads=usable_cpus() if threads is None else threads,
         engine=engine,
     )
+    joined = load(path_in(place))
+    if joined is None or (coordinator is not None and _own(coordinator, joined.membership.address)):
+        return replace(config, coordinator=coordinator or DEFAULT_ADDRESS)
+    known = joined.membership
+    if name not in (None, known.owner.name):
+        raise ConfigError(f"this node has joined as {known.owner}; leave out --name {name}, or use another --state")
+    return replace(
+        config,
+        membership=path_in(place),
+        coordinator=coordinator or known.address,
+        name=known.owner.name,
+        site=known.owner.site,
+        roles=tuple(role for role in Role if role.value in known.roles),
+    )
+
+
+def _own(address: str, joined: str) -> bool:
+    """Whether somebody of this very user listens at an address, a relay say, and lets this user in as such."""
+    return address != joined and bool(local_source(address)().token)
 
 
 def run_command(words: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN, open_channel
+from fedeval.wire.diagnosis import diagnose, own_certificate
 from fedeval.wire.messages import (
     failure_to_message,
     scored_to_message,
@@ -22,8 +23,9 @@ from fedeval.wire.messages import (
 from fedeval.wire.status import from_rpc
 
 from agent.config import AgentConfig
+from agent.membership import source
 from agent.work import Failed, Heartbeat, Held, Outgoing, PlanPart, Verdict, Work
-from eval_kernel.errors import Unreachable, VersionRefused
+from eval_kernel.errors import FedevalError, Unreachable, VersionRefused
 
 _T = TypeVar("_T")
 
@@ -71,6 +73,7 @@ class Renewal:
     settled_jobs: tuple[str, ...]
     drain: bool
     done: tuple[Held, ...] = ()  # running here, and done by another agent
+    trust: str = ""  # what names the roots that the coordinator trusts
 
 
 class Acknowledgement(NamedTuple):
@@ -84,20 +87,32 @@ class Acknowledgement(NamedTuple):
 class AgentClient:
     """Calls under one name and incarnation. Every method raises ``Unreachable`` or what the coordinator named."""
 
-    def __init__(self, config: AgentConfig, name: str, incarnation: str) -> None:
-        """Open the channel; nothing is sent yet."""
+    def __init__(self, config: AgentConfig, name: str, incarnation: str, server_name: str = "") -> None:
+        """Open the channel; nothing is sent yet. ``server_name``: see ``open_channel``; for a relay's own agent."""
+        self._server_name = server_name
         self._config = config
         self._who = _Who(agent=name, incarnation=incarnation)
-        self._channel = open_channel(config.coordinator)
-        self._stub: agents_pb2_grpc.AgentServiceAsyncStub = agents_pb2_grpc.AgentServiceStub(self._channel)
+        self._source = source(config.coordinator, config.membership)
+        self.channel = open_channel(config.coordinator, self._source, server_name)
+        self._stub: agents_pb2_grpc.AgentServiceAsyncStub = agents_pb2_grpc.AgentServiceStub(self.channel)
 
     async def close(self) -> None:
         """Close the channel."""
-        await self._channel.close(grace=None)
+        await self.channel.close()
+
+    async def diagnosis(self) -> FedevalError | None:
+        """Return why nobody answers, where that is something that cannot heal by itself."""
+        if self._server_name:
+            return None  # the relay of this very process; it looks for itself at what is above it
+        return await asyncio.to_thread(diagnose, self._config.coordinator, self._source())
+
+    def certificate_problem(self) -> FedevalError | None:
+        """Return what is wrong with the certificate that this agent shows now."""
+        return own_certificate(self._source())
 
     async def greet(self) -> Greeting:
         """Ask who is there, leaving no trace. Raises ``VersionRefused`` if no protocol version is common."""
-        stub: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(self._channel)
+        stub: jobs_pb2_grpc.JobServiceAsyncStub = jobs_pb2_grpc.JobServiceStub(self.channel)
         m = await self._call(stub.GetCoordinator(jobs_pb2.GetCoordinatorRequest(), timeout=CALL_SECONDS))
         if m.protocol_min > PROTOCOL_MAX or m.protocol_max < PROTOCOL_MIN:
             raise VersionRefused(
@@ -151,7 +166,7 @@ class AgentClient:
         answer = await self._call(self._stub.Renew(request, timeout=CALL_SECONDS))
         lost = tuple((held.job, held.shard) for held in answer.lost)
         done = tuple((held.job, held.shard) for held in answer.done)
-        return Renewal(lost, tuple(answer.settled_jobs), answer.drain, done)
+        return Renewal(lost, tuple(answer.settled_jobs), answer.drain, done, answer.trust)
 
     @asynccontextmanager
     async def report(self) -> AsyncIterator[ReportStream]:

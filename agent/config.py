@@ -74,6 +74,7 @@ class AgentConfig:
     name: str | None = None
     site: str = "default"
     roles: tuple[Role, ...] = (Role.FORWARD, Role.PREPROCESS)
+    membership: Path | None = None  # the file that joining made; None: the coordinator is this user's, on this machine
     listen: str = DEFAULT_LISTEN  # where an agent with the role AGGREGATE is called by its site; port 0: any free one
     state: Path = field(default_factory=lambda: default_state(None))
     cache: Path = field(default_factory=default_cache)
@@ -89,8 +90,9 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_address(self.coordinator, "the coordinator's address")
-        _check_address(self.listen, "the relay's address", lowest=0)
+        joined = self.membership is not None
+        _check_address(self.coordinator, "the coordinator's address", joined)
+        _check_address(self.listen, "the relay's address", joined, lowest=0)
         for what, value in (("name", self.name), ("site", self.site)):
             if value is not None and not _NAME.fullmatch(value):
                 raise ConfigError(
@@ -133,14 +135,14 @@ class AgentConfig:
         return GROUP_ENGINE if self.ranks > 1 and self.engine == DEFAULT_ENGINE else self.engine
 
 
-def _check_address(address: str, what: str, lowest: int = 1) -> None:
+def _check_address(address: str, what: str, joined: bool, lowest: int = 1) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not host.strip("[]") or not port.isascii() or not port.isdigit():
         raise ConfigError(f"{what} {address!r} is not HOST:PORT; write for example {DEFAULT_ADDRESS}")
     if not lowest <= int(port) <= 65535:
         raise ConfigError(f"the port of {address!r} is outside {lowest} to 65535")
-    if not is_loopback(address):
+    if not joined and not is_loopback(address):
         raise ConfigError(
-            f"{address} is not a loopback address: connecting beyond this machine needs mutual TLS, which "
-            f"this version does not offer yet; use 127.0.0.1:{port}"
+            f"{address} is not a loopback address, and this node has joined no coordinator; run `eval-agent join` "
+            f"with a join string from `eval-coordinator token create`, or use 127.0.0.1:{port}"
         )

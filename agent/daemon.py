@@ -10,10 +10,8 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from fedeval.wire.channel import PLAN_PART_SHARDS, REPORT_CREDIT
 
@@ -22,7 +20,9 @@ from agent.config import AgentConfig
 from agent.executor import Executor
 from agent.link import Backoff, Link
 from agent.logs import Logger, WorkerLog
+from agent.membership import Keeper
 from agent.probe import Capabilities
+from agent.pulse import Pulse, first_of
 from agent.roles import open_relay, works
 from agent.session import Session
 from agent.spool import Corrupted, ResultKey, Spool, SpoolEntry, StateDirectory, remedy
@@ -39,46 +39,6 @@ STORE_PAUSE_SECONDS = 1.0
 STOP_SECONDS, LAST_WORDS_SECONDS = 2.0, 5.0
 #: How often an agent that stops looks whether the coordinator is still there.
 LINK_GLANCE_SECONDS = 0.5
-
-
-class Pulse:
-    """Wakes whoever waits. Check the condition, then wait, without an ``await`` in between: nothing is missed."""
-
-    def __init__(self) -> None:
-        """Nobody waits yet."""
-        self._event = asyncio.Event()
-
-    def fire(self) -> None:
-        """Wake everyone who waits now."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self) -> None:
-        """Wait for the next ``fire``."""
-        await self._event.wait()
-
-    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition; return whether it came within ``seconds``."""
-        try:
-            async with asyncio.timeout(seconds):
-                while not condition():
-                    await self.wait()
-        except TimeoutError:
-            return condition()
-        return True
-
-
-async def first_of(*coroutines: Coroutine[Any, Any, Any]) -> None:
-    """Run all until the first ends or fails; end the others, and raise its error if there is one."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _named(held: Held) -> dict[str, str | int]:
@@ -99,8 +59,15 @@ class Daemon:
         self._spool = Spool(state.path / "spool")
         self._relay = open_relay(config, state.path, self.name, self._log)
         if self._relay is not None:
-            config = replace(config, coordinator=self._relay.address)  # its own calls go up with the others
-        self._client = AgentClient(config, self.name, uuid.uuid4().hex)
+            own = config.membership if self._relay.secure else None
+            config = replace(
+                config, coordinator=self._relay.address, membership=own
+            )  # it is one of those it speaks for
+        server_name = "" if self._relay is None else self._relay.server_name
+        self._client = AgentClient(config, self.name, uuid.uuid4().hex, server_name)
+        upward = self._client.channel if self._relay is None else self._relay.upstream.channel
+        path = self._config.membership
+        self._keeper = None if path is None else Keeper(path, upward, self._log)
         self._executor = Executor(config, WorkerLog(state.path / "worker.log"), self._log)
         self._session = Session(credit=REPORT_CREDIT, part_shards=PLAN_PART_SHARDS)
         self._link = Link(self._client, self._log, self._registered, config.give_up_after)
@@ -121,7 +88,9 @@ class Daemon:
                 self._store(),
                 self._report(),
                 self._stop_in_order(),
+                self._link.diagnose(),
                 *([] if self._relay is None else [self._relay.run()]),
+                *([] if self._keeper is None else [self._keeper.run()]),
             )
         except StaleIncarnation as error:
             raise StaleIncarnation(
@@ -185,6 +154,8 @@ class Daemon:
                 continue
             self._link.answered()
             backoff.reset()
+            if self._keeper is not None:
+                self._keeper.heard(answer.trust)
             if coordinator == self._session.coordinator:
                 settled = self._session.renewed(beat, answer.lost, answer.settled_jobs, answer.drain)
                 if not settled and self._session.runs_in_vain(answer.done):
@@ -294,11 +265,13 @@ class Daemon:
                 continue
             try:
                 async with self._client.report() as stream:
+                    connection = self._client.channel.generation
                     self._session.stream_opened()
                     await first_of(
                         self._send_results(stream),
                         self._take_acknowledgements(stream, backoff),
                         self._link.replaced(generation),
+                        self._client.channel.replaced(connection),
                     )
             except FedevalError as error:
                 self._link.failed(error, generation)

@@ -15,11 +15,13 @@ from agent.logs import Logger
 from eval_kernel.errors import (
     AccessError,
     CallError,
+    CertificateExpired,
     ConfigError,
     FedevalError,
     NotRegistered,
     StaleIncarnation,
     Unauthenticated,
+    Unavailable,
     Unreachable,
     VersionRefused,
 )
@@ -28,6 +30,10 @@ from eval_kernel.errors import (
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.4, 5.0
 #: While the coordinator does not answer, a line so often.
 REMIND_SECONDS = 60.0
+#: How long it may refuse every call, because these were made with credentials that were replaced meanwhile.
+REFUSED_SECONDS = 2.0
+#: And a look so often at why.
+DIAGNOSE_SECONDS = 10.0
 
 
 class Backoff:
@@ -64,11 +70,12 @@ class Link:
         self._give_up_after = give_up_after
         self._up = asyncio.Event()
         self._down = asyncio.Event()
+        self._silence = asyncio.Event()  # set while the coordinator does not even say that it cannot serve
         self._silent_since: float | None = time.monotonic()
         self._reminded: float | None = None
         self._capabilities_json = "{}"
         self._retired = False
-        self._refused_before = False
+        self._refused_since: float | None = None
         self.generation = 0
         self.heartbeat_seconds = 1.0
 
@@ -115,7 +122,9 @@ class Link:
             try:
                 answer = await self._client.register(self._capabilities_json)
             except FedevalError as error:
-                if isinstance(error, CallError) and not isinstance(error, NotRegistered | Unauthenticated):
+                if isinstance(error, CallError) and not isinstance(
+                    error, NotRegistered | Unauthenticated | CertificateExpired
+                ):
                     raise  # refused: another try would be refused too
                 self.failed(error, -1)
                 await backoff.wait()
@@ -134,13 +143,33 @@ class Link:
         if self._silent_since is not None and self._reminded is not None:
             self._log.info("the coordinator answers", after_seconds=round(time.monotonic() - self._silent_since))
         self._silent_since = self._reminded = None
-        self._refused_before = False
+        self._refused_since = None
+        self._silence.clear()
+
+    def _may_be_late(self, error: AccessError) -> bool:
+        """Whether a refused call may only have been made with what has been replaced since.
+
+        A coordinator that begins again makes a new token; a call may outlast the certificate of its connection.
+        """
+        if isinstance(error, CertificateExpired) and self._client.certificate_problem() is not None:
+            return False
+        now = time.monotonic()
+        if self._refused_since is None:
+            self._refused_since = now
+        return now - self._refused_since < REFUSED_SECONDS
+
+    async def diagnose(self) -> None:
+        """Look, for as long as nobody answers, whether that can heal. Raises what cannot."""
+        while True:
+            await self._silence.wait()
+            error = await self._client.diagnosis()
+            if error is not None and self._silence.is_set():
+                raise error
+            await asyncio.sleep(DIAGNOSE_SECONDS * random.uniform(0.5, 1.0))
 
     def failed(self, error: FedevalError, generation: int) -> None:
         """Take a call's error: note it if the call may be repeated, raise it if this agent must stop."""
-        if isinstance(error, Unauthenticated) and not self._refused_before:
-            # A coordinator that has just begun again made a new token: this call may have carried the old one.
-            self._refused_before = True
+        if isinstance(error, Unauthenticated | CertificateExpired) and self._may_be_late(error):
             return
         if isinstance(error, VersionRefused | StaleIncarnation | AccessError | ConfigError):
             raise error
@@ -156,6 +185,8 @@ class Link:
             self._silent_since = None
         elif self._silent_since is None:
             self._silent_since = now
+        if isinstance(error, Unreachable) and not isinstance(error, Unavailable):
+            self._silence.set()
         if self._silent_since is not None and self._give_up_after is not None:
             silence = now - self._silent_since
             if silence >= self._give_up_after:

@@ -23,4 +23,4 @@ def open_relay(config: AgentConfig, state: Path, name: str, log: Logger) -> Rela
     """
     if Role.AGGREGATE not in config.roles:
         return None
-    return Relay(config.listen, config.coordinator, name, SiteLog(state / "sitelog"), log)
+    return Relay(config.listen, config.coordinator, name, SiteLog(state / "sitelog"), log, config.membership)

@@ -12,6 +12,7 @@ from typing import cast
 
 import typer
 
+from coordinator.commands.access import agents, ca, join, token, user
 from coordinator.commands.check import check
 from coordinator.commands.compare import compare
 from coordinator.commands.demo import demo
@@ -53,6 +54,11 @@ def application() -> typer.Typer:
 
     for command in (serve, submit, watch, wait, jobs, nodes, report, compare, plan, cancel, check, demo):
         app.command()(command)
+    app.command()(join)
+    app.add_typer(token, name="token")
+    app.add_typer(agents, name="agents")
+    app.add_typer(user, name="user")
+    app.add_typer(ca, name="ca")
     app.add_typer(journal, name="journal")
     return app
 

@@ -8,17 +8,18 @@ import random
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 from fedeval.v1 import jobs_pb2, jobs_pb2_grpc
 from fedeval.wire.channel import open_channel
-from fedeval.wire.credentials import local_source, token_variable
+from fedeval.wire.credentials import user_source
+from fedeval.wire.diagnosis import diagnose
 from fedeval.wire.status import from_rpc
 
 from coordinator.config import DEFAULT_ADDRESS, checked_address
 from coordinator.status import CoordinatorInfo, JobStatus, NodeStatus, Submitted
-from eval_kernel.errors import Unreachable
+from eval_kernel.errors import FedevalError, Unavailable, Unreachable
 from eval_kernel.spec import JobSpec
 
 _T = TypeVar("_T")
@@ -37,15 +38,15 @@ class Client:
     """
 
     def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = CALL_SECONDS) -> None:
-        """Remember the address. Raises ``ConfigError`` for one that is not ``host:port`` on this machine."""
+        """Remember the address. Raises ``ConfigError`` for one that is not ``host:port``."""
         self.address = checked_address(address, listening=False)
         self._timeout = timeout
+        self._source = user_source(self.address)
         self._channel: grpc.aio.Channel | None = None
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> Self:
         """Open the channel; nothing is sent before the first call."""
-        token, local = token_variable(), local_source(self.address)
-        self._channel = open_channel(self.address, local if token is None else lambda: token)
+        self._channel = open_channel(self.address, self._source)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -132,7 +133,7 @@ class Client:
                     if status.state.settled:
                         return
             except grpc.aio.AioRpcError as error:
-                cause = from_rpc(error, self.address)
+                cause = await self._reason(error)
                 if not isinstance(cause, Unreachable):
                     raise cause from None
             else:
@@ -159,7 +160,15 @@ class Client:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, self.address) from None
+            raise await self._reason(error) from None
+
+    async def _reason(self, error: grpc.aio.AioRpcError) -> FedevalError:
+        """Return what a failed call stands for; why nobody answers, where that can be found out."""
+        failure = from_rpc(error, self.address)
+        if not isinstance(failure, Unreachable) or isinstance(failure, Unavailable):
+            return failure
+        found = await asyncio.to_thread(diagnose, self.address, self._source())
+        return failure if found is None else found
 
 
 class _Backoff:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from fedeval.wire.channel import is_loopback
@@ -15,6 +17,9 @@ from eval_kernel.errors import ConfigError
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 #: Environment variable with the coordinator's address, for every client command.
 ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
+#: How long the certificates of those who join are good, unless told otherwise.
+CERTIFICATE_LIFE = timedelta(days=7)
+_HOST = re.compile(r"[A-Za-z0-9:._-]{1,253}")
 #: What ``default_data_dir`` says, for people.
 DATA_DIR_TEXT = "fedeval in $XDG_DATA_HOME, or in ~/.local/share"
 
@@ -26,22 +31,13 @@ def default_data_dir() -> Path:
 
 
 def checked_address(address: str, *, listening: bool) -> str:
-    """Return ``address`` if it is ``host:port`` on this machine (port 0 only for ``listening``: any free one).
-
-    Raises ``ConfigError``.
-    """
+    """Return ``address`` if it is ``host:port``, with port 0 only for ``listening``. Raises ``ConfigError``."""
     host, colon, port = address.rpartition(":")
     if not colon or not host.strip("[]") or not port.isascii() or not port.isdigit():
         raise ConfigError(f"the address {address!r} is not HOST:PORT; write for example {DEFAULT_ADDRESS}")
     lowest = 0 if listening else 1
     if not lowest <= int(port) <= 65535:
         raise ConfigError(f"the port of {address!r} is outside {lowest} to 65535")
-    if not is_loopback(address):
-        verb = "listening" if listening else "connecting"
-        raise ConfigError(
-            f"{address} is not a loopback address: {verb} beyond this machine needs mutual TLS, which this version "
-            f"does not offer yet; use 127.0.0.1:{port}"
-        )
     return address
 
 
@@ -70,6 +66,10 @@ class ServeConfig:
     """How one coordinator serves. Raises ``ConfigError`` for what makes no sense."""
 
     listen: str = DEFAULT_ADDRESS
+    enrolment: str = ""  # where nodes join, with TLS; "": on the same host, one port higher
+    advertise: tuple[str, ...] = ()  # names and addresses by which others call this machine
+    tls: str = "auto"  # auto: off this machine; always; never
+    certificate_life: timedelta = CERTIFICATE_LIFE
     data_dir: Path = field(default_factory=default_data_dir)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     timings: Timings = field(default_factory=Timings)
@@ -77,8 +77,33 @@ class ServeConfig:
     def __post_init__(self) -> None:
         """Check the address and the directory; the other parts have checked themselves."""
         checked_address(self.listen, listening=True)
+        if self.tls not in ("auto", "always", "never"):
+            raise ConfigError(f"--tls {self.tls}: use auto, always or never")
+        if self.tls == "never" and not is_loopback(self.listen):
+            port = self.listen.rpartition(":")[2]
+            raise ConfigError(
+                f"{self.listen} is not a loopback address: listening beyond this machine needs mutual TLS; leave out "
+                f"--tls never, or use 127.0.0.1:{port}"
+            )
+        checked_address(self.enrolment_address, listening=True)
+        for host in self.advertise:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(f"--advertise {host}: a host name or an IP address is wanted, without a port")
+        if not timedelta(seconds=1) <= self.certificate_life <= timedelta(days=398):
+            raise ConfigError("a certificate is good for 1 second to 398 days")
         if self.data_dir.exists() and not self.data_dir.is_dir():
             raise ConfigError(f"the data directory {self.data_dir} is a file; name a directory with --data-dir")
+
+    @property
+    def secure(self) -> bool:
+        """Whether it asks for certificates."""
+        return self.tls == "always" or (self.tls == "auto" and not is_loopback(self.listen))
+
+    @property
+    def enrolment_address(self) -> str:
+        """Where nodes join."""
+        host, _, port = self.listen.rpartition(":")
+        return self.enrolment or f"{host}:{int(port) and int(port) + 1}"
 
 
 def scheduler_config(heartbeat_seconds: float, lease_seconds: float) -> SchedulerConfig:

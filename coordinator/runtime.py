@@ -18,7 +18,7 @@ from coordinator.config import Timings
 from coordinator.core.calls import Outcome, Submitted
 from coordinator.core.facts import Facts, ShardCommitted
 from coordinator.core.scheduler import Scheduler
-from coordinator.core.states import JobState
+from coordinator.core.states import JobState, NodeState
 from eval_kernel.errors import JournalFull, Unavailable
 
 _T = TypeVar("_T")
@@ -126,6 +126,13 @@ class Runtime:
         self.record(self.scheduler.cancel(view.job, reason, self.now()))
         await self.barrier()
         return view.job
+
+    def dismiss(self, agent: str) -> None:
+        """Give what an agent holds to others, as if it had said good-bye: it is not let in any more."""
+        for node in self.scheduler.nodes(self.now()):
+            if node.agent == agent and node.state in (NodeState.ACTIVE, NodeState.SUSPECT, NodeState.DRAINING):
+                self.scheduler.renew(agent, node.incarnation, (), "revoked", None, True, True, self.now())
+        self.touch()
 
     async def outcome(self, decide: Callable[[Scheduler, float], Outcome]) -> tuple[Outcome, int]:
         """Let the scheduler judge a result; return the outcome and the number to wait for before telling it."""

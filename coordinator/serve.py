@@ -17,16 +17,28 @@ from coordinator.core.scheduler import Scheduler
 from coordinator.journal import Journal, open_journal
 from coordinator.rpc.server import Server, probe
 from coordinator.runtime import Runtime
+from coordinator.security.names import Names
+from coordinator.security.security import Security
 from eval_kernel.errors import DirectoryUnusable
 
 #: File in the data directory that holds the address of a coordinator that is listening.
 ADDRESS_FILE = "address"
+#: How long the join string of ``serve --invite`` is good.
+INVITE_SECONDS = 3600.0
 
 _log = structlog.get_logger("coordinator")
 
 
-async def serve(config: ServeConfig, ready: Callable[[str], None] = lambda address: None) -> None:
+async def serve(
+    config: ServeConfig,
+    ready: Callable[[str], None] = lambda address: None,
+    *,
+    invite: str = "",
+    invited: Callable[[str], None] = lambda invitation: None,
+) -> None:
     """Serve until SIGTERM or SIGINT; call ``ready`` with the real address once listening.
+
+    With ``invite``, a site, ``invited`` is then called with a join string for an agent of that site.
 
     Raises ``PortTaken``, ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalNewer``, ``JournalCorrupt``, and
     whatever makes going on impossible later. A second signal ends the process at once, as a crash would.
@@ -34,13 +46,24 @@ async def serve(config: ServeConfig, ready: Callable[[str], None] = lambda addre
     probe(config.listen)
     journal = open_journal(config.data_dir)
     try:
-        runtime, server = _prepare(config, journal)
+        names = Names.of(config.listen, config.advertise) if config.secure else None
+        security = Security(config.data_dir, names, config.certificate_life)
+    except BaseException:
+        journal.close()
+        raise
+    try:
+        runtime, server = _prepare(config, journal, security)
         stop = _signals()
-        await server.start(config.listen)
+        await server.start(config.listen, config.enrolment_address)
         address_file = config.data_dir / ADDRESS_FILE
         _write_whole(address_file, server.address)
         _log.info("listening", address=server.address, data_dir=str(config.data_dir), pid=os.getpid())
         ready(server.address)
+        if server.enrolment_address:
+            _log.info("nodes may join", address=server.enrolment_address, ca=security.pin)
+        if invite:
+            made = await security.create_token(invite, ("forward", "preprocess"), (), INVITE_SECONDS, "serve --invite")
+            invited(made.text())
         await server.serving(True)
         running = asyncio.create_task(runtime.run(), name="runtime")
         stopped = asyncio.create_task(stop.wait(), name="stop")
@@ -58,10 +81,11 @@ async def serve(config: ServeConfig, ready: Callable[[str], None] = lambda addre
             with contextlib.suppress(FileNotFoundError):
                 address_file.unlink()
     finally:
+        security.close()
         journal.close()
 
 
-def _prepare(config: ServeConfig, journal: Journal) -> tuple[Runtime, Server]:
+def _prepare(config: ServeConfig, journal: Journal, security: Security) -> tuple[Runtime, Server]:
     """Replay the journal and put the parts together."""
     begin = time.perf_counter()
     scheduler = Scheduler(config.scheduler)
@@ -82,7 +106,7 @@ def _prepare(config: ServeConfig, journal: Journal) -> tuple[Runtime, Server]:
         task.add_done_callback(tasks.discard)
 
     runtime = Runtime(scheduler, journal, config.timings, on_serving=serving)
-    server = Server(runtime, config.scheduler, journal.identity)
+    server = Server(runtime, config.scheduler, journal.identity, security)
     return runtime, server
 
 

@@ -282,6 +282,41 @@ class NotPermitted(AccessError):
     exit_code = 51
 
 
+class Revoked(AccessError):
+    """The caller's certificate was revoked."""
+
+    code = "REVOKED"
+    exit_code = 52
+
+
+class CertificateExpired(AccessError):
+    """A certificate has expired, or is not valid yet by the clock of who reads it."""
+
+    code = "CERTIFICATE_EXPIRED"
+    exit_code = 53
+
+
+class PlainText(AccessError):
+    """One side speaks TLS and the other plain text."""
+
+    code = "PLAIN_TEXT"
+    exit_code = 54
+
+
+class CaMismatch(AccessError):
+    """The other side's certificate is not of the CA that was joined, or does not name the host that was called."""
+
+    code = "CA_MISMATCH"
+    exit_code = 55
+
+
+class JoinRefused(AccessError):
+    """A join string is unknown, used, expired, or for something else."""
+
+    code = "JOIN_REFUSED"
+    exit_code = 56
+
+
 class Unreachable(FedevalError):
     """The coordinator does not answer at the address given."""
 

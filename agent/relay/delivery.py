@@ -12,7 +12,7 @@ from fedeval.wire.status import code_of
 from agent.logs import Logger
 from agent.relay.sitelog import Record, SiteLog
 from agent.relay.upstream import Upstream
-from eval_kernel.errors import FedevalError, Unavailable, Unreachable
+from eval_kernel.errors import AccessError, FedevalError, Unavailable, Unreachable
 
 #: Results of one flush of the log, and results that may wait for an answer from above.
 FLUSH_RESULTS, CREDIT = 512, 1024
@@ -157,7 +157,7 @@ class Delivery:
                     answer: agents_pb2.ReportResponse = await self._upstream.send(report)
                 return answer
             except FedevalError as error:
-                if code_of(error) is grpc.StatusCode.INVALID_ARGUMENT:
+                if code_of(error) is grpc.StatusCode.INVALID_ARGUMENT or isinstance(error, AccessError):
                     return error
                 if isinstance(error, Unavailable) or not isinstance(error, Unreachable):
                     await asyncio.sleep(RETRY_SECONDS)  # it answers, but cannot take it now

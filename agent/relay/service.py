@@ -12,10 +12,21 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc, relay_pb2, relay_pb2_grpc
+from fedeval.v1 import (
+    agents_pb2,
+    agents_pb2_grpc,
+    enrolment_pb2,
+    enrolment_pb2_grpc,
+    jobs_pb2,
+    jobs_pb2_grpc,
+    relay_pb2,
+    relay_pb2_grpc,
+)
+from fedeval.wire.access import CALLER
 from fedeval.wire.channel import REPORT_CREDIT
 from fedeval.wire.gather import Gatherer
 from fedeval.wire.messages import failure_to_message
+from fedeval.wire.pki import read_request
 from fedeval.wire.status import abort
 
 from agent.relay.delivery import Delivery
@@ -103,16 +114,21 @@ class SiteAgentService(agents_pb2_grpc.AgentServiceServicer):
     @_guarded
     async def Register(self, request: agents_pb2.RegisterRequest, context: Context) -> agents_pb2.RegisterResponse:
         """See ``Forwarding``."""
+        caller = CALLER.get()
+        caller.speaks_as(request.agent, request.site)
+        caller.may_be(agents_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in request.roles)
         return await self._forwarding.register(request)
 
     @_guarded
     async def Acquire(self, request: agents_pb2.AcquireRequest, context: Context) -> agents_pb2.AcquireResponse:
         """See ``Forwarding``."""
+        CALLER.get().speaks_as(request.agent)
         return await self._forwarding.acquire(request)
 
     @_guarded
     async def Renew(self, request: agents_pb2.RenewRequest, context: Context) -> agents_pb2.RenewResponse:
         """See ``Forwarding``."""
+        CALLER.get().speaks_as(request.agent)
         return await self._forwarding.renew(request)
 
     @_guarded
@@ -127,6 +143,7 @@ class SiteAgentService(agents_pb2_grpc.AgentServiceServicer):
 
         async def read() -> None:
             async for message in request:
+                CALLER.get().speaks_as(message.agent)
                 sequence = message.sequence
                 await answers.put((sequence, self._forwarding.report(message)))
             await answers.put(None)
@@ -145,6 +162,27 @@ class SiteAgentService(agents_pb2_grpc.AgentServiceServicer):
             raise Unreachable(f"the relay lost {upstream.address}; send again what was not acknowledged")
 
         await _first_of(read(), write(), cut(), until_done=1)
+
+
+class SiteCertificateService(enrolment_pb2_grpc.CertificateServiceServicer):
+    """CertificateService, for the agents of the site."""
+
+    def __init__(self, forwarding: Forwarding) -> None:
+        """Serve by forwarding."""
+        self._forwarding = forwarding
+
+    @_guarded
+    async def RenewCertificate(
+        self, request: enrolment_pb2.RenewCertificateRequest, context: Context
+    ) -> enrolment_pb2.RenewCertificateResponse:
+        """Forward an agent's request for itself; above it is known only that this relay asks."""
+        try:
+            owner = read_request(request.request).owner
+        except ValueError as error:
+            raise RequestInvalid(f"the certificate request is wrong: {error}") from None
+        CALLER.get().speaks_as(owner.name, owner.site)
+        answer: enrolment_pb2.RenewCertificateResponse = await self._forwarding.upstream.send(request)
+        return answer
 
 
 class SiteRelayService(relay_pb2_grpc.RelayServiceServicer):
@@ -203,6 +241,8 @@ class _RelayBelow:
                         self._begin(call, functools.partial(self._forwarding.acquire, call.acquire))
                     case "renew":
                         self._begin(call, functools.partial(self._forwarding.renew, call.renew))
+                    case "renew_certificate":
+                        self._begin(call, functools.partial(self._forwarding.upstream.send, call.renew_certificate))
                     case "report":
                         await self._credit.acquire()
                         future = self._forwarding.report(call.report)  # now, to keep the order

@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,14 @@ import structlog
 import typer
 
 from coordinator.commands.common import say
-from coordinator.config import DATA_DIR_TEXT, DEFAULT_ADDRESS, ServeConfig, default_data_dir, scheduler_config
+from coordinator.config import (
+    CERTIFICATE_LIFE,
+    DATA_DIR_TEXT,
+    DEFAULT_ADDRESS,
+    ServeConfig,
+    default_data_dir,
+    scheduler_config,
+)
 from coordinator.core.calls import SchedulerConfig
 from coordinator.live import plain
 from eval_kernel.errors import ConfigError
@@ -24,6 +32,19 @@ def serve(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes any free one.")
     ] = DEFAULT_ADDRESS,
+    advertise: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="How other machines call this one (repeat for more); for join strings."),
+    ] = None,
+    enrol: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where nodes join.", show_default="same host, one port higher")
+    ] = "",
+    tls: Annotated[
+        str, typer.Option(metavar="WHEN", help="Ask every caller for a certificate: auto (off this machine), always.")
+    ] = "auto",
+    invite: Annotated[
+        str, typer.Option(metavar="SITE", help="Print a join string for an agent of that site, good for an hour.")
+    ] = "",
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the journal is.", show_default=DATA_DIR_TEXT)
     ] = None,
@@ -42,6 +63,9 @@ def serve(
     reuse: Annotated[
         bool, typer.Option("--reuse", help="A job takes over the shards that an equal one has had accepted.")
     ] = False,
+    certificate_life: Annotated[float, typer.Option(hidden=True, help="Seconds; for tests.")] = (
+        CERTIFICATE_LIFE.total_seconds()
+    ),
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines instead of text.")] = False,
 ) -> None:
     """Run a coordinator until SIGTERM. Its log goes to standard error, its address to standard output."""
@@ -49,6 +73,10 @@ def serve(
 
     config = ServeConfig(
         listen=listen,
+        enrolment=enrol,
+        advertise=tuple(advertise or ()),
+        tls=tls,
+        certificate_life=timedelta(seconds=certificate_life),
         data_dir=(data_dir or default_data_dir()).expanduser().absolute(),
         scheduler=replace(
             scheduler_config(heartbeat, lease),
@@ -59,7 +87,16 @@ def serve(
         ),
     )
     configure_log(as_json=log_json)
-    asyncio.run(run(config, ready=lambda address: say(f"coordinator listening on {address}")))
+    if invite and not config.secure:
+        raise ConfigError("--invite is for other machines: use --listen with an address that they can reach")
+    asyncio.run(
+        run(
+            config,
+            ready=lambda address: say(f"coordinator listening on {address}"),
+            invite=invite,
+            invited=lambda text: say(f"eval-agent run --join {text}"),
+        )
+    )
 
 
 def _share(text: str) -> float:

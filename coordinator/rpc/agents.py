@@ -40,4 +40,4 @@ class AgentService(agents_pb2_grpc.AgentServiceServicer):
         self, request: Any, context: Context
     ) -> None:
         """Results up, acknowledgements down; ``request`` is the stream of requests."""
-        await ResultStream(self._runtime, context).run(request)
+        await ResultStream(self._runtime, self._calls.speaking.directly, context).run(request)

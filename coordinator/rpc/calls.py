@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import structlog
 from fedeval.v1 import agents_pb2
+from fedeval.wire.access import CALLER
 from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN
 
 from coordinator.core.calls import NodeInfo, SchedulerConfig
 from coordinator.core.states import Role
 from coordinator.rpc.convert import assignment, holding, holding_message
 from coordinator.rpc.guard import name, required
+from coordinator.rpc.speaking import Speaking
 from coordinator.runtime import Runtime
 from eval_kernel.errors import RequestInvalid, VersionRefused, reason
 
@@ -31,8 +34,17 @@ RELAY = "relay"
 class AgentCalls:
     """What an agent may call. Every method raises the ``FedevalError`` that the call fails with."""
 
-    def __init__(self, runtime: Runtime, config: SchedulerConfig, identity: str) -> None:
-        """Serve from a runtime; ``identity`` is that of the journal."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: SchedulerConfig,
+        identity: str,
+        speaking: Speaking,
+        trust: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Serve from a runtime; ``identity`` is that of the journal, ``trust`` names the roots that are trusted."""
+        self.speaking = speaking
+        self._trust = trust
         self._runtime = runtime
         self._config = config
         self._identity = identity
@@ -48,6 +60,9 @@ class AgentCalls:
             version=request.version[:100],
             capabilities={**_capabilities(request.capabilities_json), **({RELAY: relay} if relay else {})},
         )
+        self._check(info.agent, relay, info.site)
+        if not relay:  # a relay looks at the certificates of those it speaks for
+            CALLER.get().may_be(role.name.lower() for role in info.roles)
         if not info.roles:
             raise RequestInvalid("roles is empty; an agent needs at least one role")
         await self._runtime.room()
@@ -61,9 +76,10 @@ class AgentCalls:
             lease_seconds=self._config.lease_seconds,
         )
 
-    async def acquire(self, request: agents_pb2.AcquireRequest) -> agents_pb2.AcquireResponse:
+    async def acquire(self, request: agents_pb2.AcquireRequest, relay: str = "") -> agents_pb2.AcquireResponse:
         """A long poll. Nothing is leased while the journal is stuck: the lease could not be told anyone."""
         agent, incarnation = _who(request)
+        self._check(agent, relay)
         if request.max_shards < 0 or request.wait_ms < 0:
             raise RequestInvalid("max_shards and wait_ms must not be negative")
         runtime = self._runtime
@@ -81,9 +97,10 @@ class AgentCalls:
         await runtime.barrier()
         return assignment(work)
 
-    async def renew(self, request: agents_pb2.RenewRequest) -> agents_pb2.RenewResponse:
+    async def renew(self, request: agents_pb2.RenewRequest, relay: str = "") -> agents_pb2.RenewResponse:
         """The heartbeat: counts even when it cannot be answered, since the agent was heard."""
         agent, incarnation = _who(request)
+        self._check(agent, relay)
         if len(request.holdings) > _MAX_HOLDINGS:
             raise RequestInvalid(f"holdings names {len(request.holdings)} items; at most {_MAX_HOLDINGS} are allowed")
         answer = self._runtime.scheduler.renew(
@@ -103,7 +120,15 @@ class AgentCalls:
             settled_jobs=answer.settled_jobs,
             drain=answer.drain,
             done=[holding_message(item) for item in answer.done],
+            trust=self._trust(),
         )
+
+    def _check(self, agent: str, relay: str, site: str | None = None) -> None:
+        """Raise ``NotPermitted`` or ``Revoked`` unless the caller may speak as this agent."""
+        if relay:
+            self.speaking.relayed(agent, site)
+        else:
+            self.speaking.directly(agent, site)
 
 
 def _who(request: agents_pb2.AcquireRequest | agents_pb2.RenewRequest) -> tuple[str, str]:

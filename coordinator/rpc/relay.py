@@ -13,16 +13,19 @@ from typing import Any
 
 import grpc
 import structlog
-from fedeval.v1 import agents_pb2, relay_pb2, relay_pb2_grpc
+from fedeval.v1 import agents_pb2, enrolment_pb2, relay_pb2, relay_pb2_grpc
+from fedeval.wire.access import CALLER
 from fedeval.wire.gather import Gatherer
 from fedeval.wire.messages import failure_to_message
 
 from coordinator.rpc.calls import AgentCalls
 from coordinator.rpc.convert import verdict
+from coordinator.rpc.enrolment import renewed
 from coordinator.rpc.guard import Context, guarded, name
 from coordinator.rpc.results import Judge
 from coordinator.runtime import Runtime
-from eval_kernel.errors import FedevalError, RequestInvalid, Unavailable
+from coordinator.security.security import Security
+from eval_kernel.errors import FedevalError, NotPermitted, RequestInvalid, Unavailable
 
 _log = structlog.get_logger("coordinator.rpc")
 
@@ -33,8 +36,9 @@ _REPORTS, _CALLS = 2048, 20_000
 class RelayService(relay_pb2_grpc.RelayServiceServicer):
     """The servicer. ``identity`` is that of the journal."""
 
-    def __init__(self, runtime: Runtime, calls: AgentCalls, identity: str) -> None:
-        """Serve from a runtime."""
+    def __init__(self, runtime: Runtime, calls: AgentCalls, identity: str, security: Security | None = None) -> None:
+        """Serve from a runtime; ``security`` renews certificates, where there are any."""
+        self._security = security
         self._runtime = runtime
         self._calls = calls
         self._identity = identity
@@ -45,14 +49,17 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer):
     ) -> None:
         """Calls up, answers down."""
         context.set_compression(grpc.Compression.Gzip)
-        await RelayStream(self._runtime, self._calls, self._identity, context).run(request)
+        await RelayStream(self._runtime, self._calls, self._identity, self._security, context).run(request)
 
 
 class RelayStream:
     """The life of one relay's stream."""
 
-    def __init__(self, runtime: Runtime, calls: AgentCalls, identity: str, context: Context) -> None:
+    def __init__(
+        self, runtime: Runtime, calls: AgentCalls, identity: str, security: Security | None, context: Context
+    ) -> None:
         """Nothing has come yet."""
+        self._security = security
         self._runtime = runtime
         self._agent_calls = calls
         self._identity = identity
@@ -90,6 +97,7 @@ class RelayStream:
         async for request in requests:
             if not self._relay:
                 self._relay = name(request.relay, "relay")
+                self._agent_calls.speaking.directly(self._relay)
                 _log.info("relay connected", relay=self._relay)
                 await self._context.write(relay_pb2.RelayResponse(coordinator=self._identity))
             for call in request.calls:
@@ -120,15 +128,25 @@ class RelayStream:
             case "register":
                 answer = await self._answered(call, calls.register(call.register, self._relay))
             case "acquire":
-                answer = await self._answered(call, calls.acquire(call.acquire))
+                answer = await self._answered(call, calls.acquire(call.acquire, self._relay))
                 self._shorten(answer.acquire)
+            case "renew":
+                answer = await self._answered(call, calls.renew(call.renew, self._relay))
             case _:
-                answer = await self._answered(call, calls.renew(call.renew))
+                answer = await self._answered(call, self._renew_certificate(call.renew_certificate))
         self._answers.put(answer)
+
+    async def _renew_certificate(
+        self, request: enrolment_pb2.RenewCertificateRequest
+    ) -> enrolment_pb2.RenewCertificateResponse:
+        caller = CALLER.get()
+        if self._security is None or caller.certificate is None or caller.local:
+            raise NotPermitted("this relay did not join with a certificate: it cannot renew those of others")
+        return await renewed(self._security, caller, request, agent_of_relay=True)
 
     async def _judge(self) -> None:
         """Judge reports in order; many wait for the disk together."""
-        judge = Judge(self._runtime)
+        judge = Judge(self._runtime, self._agent_calls.speaking.relayed)
         while True:
             waiting: list[tuple[relay_pb2.RelayAnswer, int]] = []
             call = await self._reports.get()

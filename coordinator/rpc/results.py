@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 from fedeval.v1 import agents_pb2, evaluation_pb2
@@ -22,16 +22,17 @@ _log = structlog.get_logger("coordinator.rpc")
 
 #: What an acknowledgement needs: the message's sequence, the outcome, and the fact that must be durable first.
 _Ack = tuple[int, Outcome, int]
+Check = Callable[[str], None]
 
 
 class ResultStream:
     """The life of one stream. While ``REPORT_CREDIT`` results wait for the disk, the agent is read no further."""
 
-    def __init__(self, runtime: Runtime, context: Context) -> None:
-        """Begin with nothing received."""
+    def __init__(self, runtime: Runtime, check: Check, context: Context) -> None:
+        """Begin with nothing received; ``check`` raises for agents in whose name the caller may not speak."""
         self._runtime = runtime
         self._context = context
-        self._judge = Judge(runtime)
+        self._judge = Judge(runtime, check)
         self._acks: asyncio.Queue[_Ack | None] = asyncio.Queue(REPORT_CREDIT)
 
     async def run(self, requests: AsyncIterator[agents_pb2.ReportRequest]) -> None:
@@ -73,14 +74,19 @@ class ResultStream:
 class Judge:
     """Has the scheduler judge results; keeps the unfinished plans of one stream, which are lost with it."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Begin with no plan begun."""
+    def __init__(self, runtime: Runtime, check: Check) -> None:
+        """Begin with no plan begun; ``check`` as for ``ResultStream``."""
+        self._check = check
         self._runtime = runtime
         self._plans: defaultdict[str, PlanAssembly] = defaultdict(PlanAssembly)  # by agent
 
     async def outcome(self, request: agents_pb2.ReportRequest) -> tuple[Outcome, int]:
-        """Return the outcome of one message and the fact to wait for. Raises ``RequestInvalid``, ``Unavailable``."""
+        """Return the outcome of one message and the fact to wait for.
+
+        Raises ``RequestInvalid``, ``Unavailable``, ``AccessError``.
+        """
         agent = required(request.agent, "agent")
+        self._check(agent)
         incarnation = required(request.incarnation, "incarnation")
         job = required(request.job, "job")
         match request.WhichOneof("result"):

@@ -18,6 +18,7 @@ from fedeval.wire.access import ANONYMOUS, RULES, Access, Principal, Rule, UserR
 from fedeval.wire.channel import open_channel
 from fedeval.wire.credentials import NOBODY, Credentials, local_path, local_source
 from fedeval.wire.gate import Context, Gate
+from fedeval.wire.pki import Certificate, Owner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -144,10 +145,32 @@ def test_a_role_may_do_what_the_roles_before_it_may_and_no_more(access: Access) 
         else:
             with pytest.raises(NotPermitted, match=f"Call is for {access.value}"):
                 user.check(Rule(access), "/s/Call")
-    Principal("me", local=True).check(Rule(access), "/s/Call")
+    if access is not Access.MEMBER:  # it has no certificate that could be renewed
+        Principal("me", local=True).check(Rule(access), "/s/Call")
     if access is not Access.OPEN:
         with pytest.raises(Unauthenticated):
             ANONYMOUS.check(Rule(access), "/s/Call")
+
+
+@pytest.mark.parametrize(
+    ("role", "allowed"),
+    [
+        ("forward", {Access.OPEN, Access.KNOWN, Access.MEMBER, Access.AGENT}),
+        ("aggregate", {Access.OPEN, Access.KNOWN, Access.MEMBER, Access.AGENT, Access.RELAY}),
+        ("client", {Access.OPEN, Access.KNOWN, Access.MEMBER}),
+        ("", {Access.OPEN, Access.KNOWN, Access.MEMBER}),
+    ],
+)
+def test_a_certificate_lets_in_for_what_it_says_and_is_no_user(role: str, allowed: set[Access]) -> None:
+    """An agent is no relay, a relay is an agent too, a person's certificate is neither; jobs need a token besides."""
+    certificate = Certificate(Owner("lab", "a"), frozenset({role} - {""}), "1", 0.0, 1e12)
+    for access in Access:
+        caller = Principal("a", certificate=certificate)
+        if access in allowed:
+            caller.check(Rule(access), "/s/Call")
+        else:
+            with pytest.raises(NotPermitted, match="lab/a is not one"):
+                caller.check(Rule(access), "/s/Call")
 
 
 def test_the_gate_serves_handlers_that_generate_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:

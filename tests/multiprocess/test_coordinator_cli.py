@@ -85,9 +85,9 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     assert [result.stderr.strip()] == result.stderr.splitlines()
 
 
-def test_an_address_beyond_this_machine_is_refused(tmp_path: Path) -> None:
-    """Exit code 2: listening there needs mutual TLS, which is not offered yet."""
-    result = command("serve", "--listen", "0.0.0.0:50051", "--data-dir", str(tmp_path))
+def test_plain_text_beyond_this_machine_is_refused(tmp_path: Path) -> None:
+    """Exit code 2: listening there needs mutual TLS."""
+    result = command("serve", "--listen", "0.0.0.0:50051", "--tls", "never", "--data-dir", str(tmp_path))
 
     assert_one_line(result, 2, "0.0.0.0:50051", "mutual TLS", "127.0.0.1:50051")
 

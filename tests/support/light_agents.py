@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import lru_cache
+from pathlib import Path
 
 from fedeval.wire.channel import PLAN_PART_SHARDS, REPORT_CREDIT
 
@@ -42,8 +43,10 @@ def partials_of(spec_json: str) -> list[Partial]:
 class LightAgent:
     """One agent; its spool is a dict that survives ``close``."""
 
-    def __init__(self, address: str, name: str, *, seconds: float = 0.0, seed: int = 0) -> None:
-        """``seconds``: how long a shard takes."""
+    def __init__(
+        self, address: str, name: str, *, seconds: float = 0.0, seed: int = 0, membership: Path | None = None
+    ) -> None:
+        """``seconds``: how long a shard takes; ``membership``: the file of one that has joined, as of site "here"."""
         self.name = name
         self.seconds = seconds
         self.disk: dict[tuple[str, int], SpoolEntry] = {}
@@ -53,9 +56,9 @@ class LightAgent:
         self.acknowledgement_seconds: list[float] = []
         self._sent: dict[int, float] = {}
         self._random = random.Random(f"{seed} {name}")
-        self._client = AgentClient(
-            AgentConfig(coordinator=address, site="here", roles=(Role.FORWARD, Role.PREPROCESS)), name, uuid.uuid4().hex
-        )
+        roles = (Role.FORWARD, Role.PREPROCESS)
+        config = AgentConfig(coordinator=address, site="here", roles=roles, membership=membership)
+        self._client = AgentClient(config, name, uuid.uuid4().hex)
         self.session = Session(credit=REPORT_CREDIT, part_shards=PLAN_PART_SHARDS)
         self._changed = asyncio.Event()
         self._up = asyncio.Event()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,10 +50,28 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:50051", "10.0.0.7:50051", "[::]:50051", "example.org:50051"])
 def test_addresses_beyond_this_machine_need_mutual_tls(address: str) -> None:
-    """Listening or connecting there is refused, with the reason and what to use instead."""
-    for listening in (True, False):
-        with pytest.raises(ConfigError, match=r"mutual TLS.*127\.0\.0\.1:50051"):
-            checked_address(address, listening=listening)
+    """There it is used by itself; to leave it out is refused, with the reason and what to use instead."""
+    assert ServeConfig(listen=address).secure
+    assert not ServeConfig(listen="127.0.0.1:50051").secure
+    with pytest.raises(ConfigError, match=r"mutual TLS.*127\.0\.0\.1:50051"):
+        ServeConfig(listen=address, tls="never")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tls": "sometimes"}, "auto, always or never"),
+        ({"advertise": ("a b",)}, "--advertise a b"),
+        ({"advertise": ("http://host",)}, "--advertise"),
+        ({"enrolment": "nowhere"}, "HOST:PORT"),
+        ({"listen": "10.0.0.7:65535"}, "outside"),
+        ({"certificate_life": timedelta(0)}, "398 days"),
+    ],
+)
+def test_options_about_certificates_are_checked(options: dict[str, Any], text: str) -> None:
+    """Each wrong one is refused at birth."""
+    with pytest.raises(ConfigError, match=text):
+        ServeConfig(**options)
 
 
 def test_port_zero_is_for_listening_only() -> None:

@@ -391,8 +391,13 @@ class RenewResponse(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     ROLES_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
     drain: _builtins.bool
     """the coordinator asks the agent to finish and take nothing new"""
+    trust: _builtins.str
+    """SHA-256 over the pins of the roots that the coordinator trusts; empty where it uses no certificates. An agent whose
+    own roots are others SHOULD call CertificateService.RenewCertificate.
+    """
     @_builtins.property
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]:
         """Holdings that are no longer the agent's: it SHOULD drop those that it has not begun."""
@@ -422,10 +427,11 @@ class RenewResponse(_message.Message):
         done: _abc.Iterable[Global___Holding] | None = ...,
         roles: _abc.Iterable[Global___Role.ValueType] | None = ...,
         site: Global___Site | None = ...,
+        trust: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "site", b"site"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "done", b"done", "drain", b"drain", "lost", b"lost", "roles", b"roles", "settled_jobs", b"settled_jobs", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_site", b"_site", "done", b"done", "drain", b"drain", "lost", b"lost", "roles", b"roles", "settled_jobs", b"settled_jobs", "site", b"site", "trust", b"trust"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__site: _TypeAlias = _typing.Literal["site"]  # noqa: Y015
     _WhichOneofArgType__site: _TypeAlias = _typing.Literal["_site", b"_site"]  # noqa: Y015

@@ -23,24 +23,25 @@ _sym_db = _symbol_database.Default()
 
 
 from fedeval.v1 import agents_pb2 as fedeval_dot_v1_dot_agents__pb2
+from fedeval.v1 import enrolment_pb2 as fedeval_dot_v1_dot_enrolment__pb2
 from fedeval.v1 import evaluation_pb2 as fedeval_dot_v1_dot_evaluation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65\x64\x65val/v1/relay.proto\x12\nfedeval.v1\x1a\x17\x66\x65\x64\x65val/v1/agents.proto\x1a\x1b\x66\x65\x64\x65val/v1/evaluation.proto\"C\n\x0cRelayRequest\x12\r\n\x05relay\x18\x01 \x01(\t\x12$\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x15.fedeval.v1.RelayCall\"\xe9\x01\n\tRelayCall\x12\n\n\x02id\x18\x01 \x01(\x03\x12/\n\x08register\x18\x02 \x01(\x0b\x32\x1b.fedeval.v1.RegisterRequestH\x00\x12-\n\x07\x61\x63quire\x18\x03 \x01(\x0b\x32\x1a.fedeval.v1.AcquireRequestH\x00\x12)\n\x05renew\x18\x04 \x01(\x0b\x32\x18.fedeval.v1.RenewRequestH\x00\x12+\n\x06report\x18\x05 \x01(\x0b\x32\x19.fedeval.v1.ReportRequestH\x00\x12\x10\n\x06\x63\x61ncel\x18\x06 \x01(\x03H\x00\x42\x06\n\x04\x63\x61ll\"N\n\rRelayResponse\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12(\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x17.fedeval.v1.RelayAnswer\"\x85\x02\n\x0bRelayAnswer\x12\n\n\x02id\x18\x01 \x01(\x03\x12\x30\n\x08register\x18\x02 \x01(\x0b\x32\x1c.fedeval.v1.RegisterResponseH\x00\x12.\n\x07\x61\x63quire\x18\x03 \x01(\x0b\x32\x1b.fedeval.v1.AcquireResponseH\x00\x12*\n\x05renew\x18\x04 \x01(\x0b\x32\x19.fedeval.v1.RenewResponseH\x00\x12,\n\x06report\x18\x05 \x01(\x0b\x32\x1a.fedeval.v1.ReportResponseH\x00\x12$\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x13.fedeval.v1.FailureH\x00\x42\x08\n\x06\x61nswer2P\n\x0cRelayService\x12@\n\x05Relay\x12\x18.fedeval.v1.RelayRequest\x1a\x19.fedeval.v1.RelayResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65\x64\x65val/v1/relay.proto\x12\nfedeval.v1\x1a\x17\x66\x65\x64\x65val/v1/agents.proto\x1a\x1a\x66\x65\x64\x65val/v1/enrolment.proto\x1a\x1b\x66\x65\x64\x65val/v1/evaluation.proto\"C\n\x0cRelayRequest\x12\r\n\x05relay\x18\x01 \x01(\t\x12$\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x15.fedeval.v1.RelayCall\"\xab\x02\n\tRelayCall\x12\n\n\x02id\x18\x01 \x01(\x03\x12/\n\x08register\x18\x02 \x01(\x0b\x32\x1b.fedeval.v1.RegisterRequestH\x00\x12-\n\x07\x61\x63quire\x18\x03 \x01(\x0b\x32\x1a.fedeval.v1.AcquireRequestH\x00\x12)\n\x05renew\x18\x04 \x01(\x0b\x32\x18.fedeval.v1.RenewRequestH\x00\x12+\n\x06report\x18\x05 \x01(\x0b\x32\x19.fedeval.v1.ReportRequestH\x00\x12\x10\n\x06\x63\x61ncel\x18\x06 \x01(\x03H\x00\x12@\n\x11renew_certificate\x18\x07 \x01(\x0b\x32#.fedeval.v1.RenewCertificateRequestH\x00\x42\x06\n\x04\x63\x61ll\"N\n\rRelayResponse\x12\x13\n\x0b\x63oordinator\x18\x01 \x01(\t\x12(\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x17.fedeval.v1.RelayAnswer\"\xc8\x02\n\x0bRelayAnswer\x12\n\n\x02id\x18\x01 \x01(\x03\x12\x30\n\x08register\x18\x02 \x01(\x0b\x32\x1c.fedeval.v1.RegisterResponseH\x00\x12.\n\x07\x61\x63quire\x18\x03 \x01(\x0b\x32\x1b.fedeval.v1.AcquireResponseH\x00\x12*\n\x05renew\x18\x04 \x01(\x0b\x32\x19.fedeval.v1.RenewResponseH\x00\x12,\n\x06report\x18\x05 \x01(\x0b\x32\x1a.fedeval.v1.ReportResponseH\x00\x12$\n\x05\x65rror\x18\x06 \x01(\x0b\x32\x13.fedeval.v1.FailureH\x00\x12\x41\n\x11renew_certificate\x18\x07 \x01(\x0b\x32$.fedeval.v1.RenewCertificateResponseH\x00\x42\x08\n\x06\x61nswer2P\n\x0cRelayService\x12@\n\x05Relay\x12\x18.fedeval.v1.RelayRequest\x1a\x19.fedeval.v1.RelayResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fedeval.v1.relay_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RELAYREQUEST']._serialized_start=92
-  _globals['_RELAYREQUEST']._serialized_end=159
-  _globals['_RELAYCALL']._serialized_start=162
-  _globals['_RELAYCALL']._serialized_end=395
-  _globals['_RELAYRESPONSE']._serialized_start=397
-  _globals['_RELAYRESPONSE']._serialized_end=475
-  _globals['_RELAYANSWER']._serialized_start=478
-  _globals['_RELAYANSWER']._serialized_end=739
-  _globals['_RELAYSERVICE']._serialized_start=741
-  _globals['_RELAYSERVICE']._serialized_end=821
+  _globals['_RELAYREQUEST']._serialized_start=120
+  _globals['_RELAYREQUEST']._serialized_end=187
+  _globals['_RELAYCALL']._serialized_start=190
+  _globals['_RELAYCALL']._serialized_end=489
+  _globals['_RELAYRESPONSE']._serialized_start=491
+  _globals['_RELAYRESPONSE']._serialized_end=569
+  _globals['_RELAYANSWER']._serialized_start=572
+  _globals['_RELAYANSWER']._serialized_end=900
+  _globals['_RELAYSERVICE']._serialized_start=902
+  _globals['_RELAYSERVICE']._serialized_end=982
 # @@protoc_insertion_point(module_scope)

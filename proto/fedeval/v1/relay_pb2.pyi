@@ -10,6 +10,7 @@ connections, messages and bytes; it decides nothing. Upstream of a relay is the 
 
 from collections import abc as _abc
 from fedeval.v1 import agents_pb2 as _agents_pb2
+from fedeval.v1 import enrolment_pb2 as _enrolment_pb2
 from fedeval.v1 import evaluation_pb2 as _evaluation_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -59,6 +60,7 @@ class RelayCall(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RENEW_CERTIFICATE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """chosen by the relay, never used twice in one stream"""
     cancel: _builtins.int
@@ -73,6 +75,10 @@ class RelayCall(_message.Message):
     def report(self) -> _agents_pb2.ReportRequest:
         """Its `sequence` is not used: the answer has the id of the call."""
 
+    @_builtins.property
+    def renew_certificate(self) -> _enrolment_pb2.RenewCertificateRequest:
+        """For an agent of the relay's own site."""
+
     def __init__(
         self,
         *,
@@ -82,12 +88,13 @@ class RelayCall(_message.Message):
         renew: _agents_pb2.RenewRequest | None = ...,
         report: _agents_pb2.ReportRequest | None = ...,
         cancel: _builtins.int = ...,
+        renew_certificate: _enrolment_pb2.RenewCertificateRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "call", b"call", "cancel", b"cancel", "register", b"register", "renew", b"renew", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "call", b"call", "cancel", b"cancel", "register", b"register", "renew", b"renew", "renew_certificate", b"renew_certificate", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "call", b"call", "cancel", b"cancel", "id", b"id", "register", b"register", "renew", b"renew", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "call", b"call", "cancel", b"cancel", "id", b"id", "register", b"register", "renew", b"renew", "renew_certificate", b"renew_certificate", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["register", "acquire", "renew", "report", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_call: _TypeAlias = _typing.Literal["register", "acquire", "renew", "report", "cancel", "renew_certificate"]  # noqa: Y015
     _WhichOneofArgType_call: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_call) -> _WhichOneofReturnType_call | None: ...
 
@@ -127,6 +134,7 @@ class RelayAnswer(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    RENEW_CERTIFICATE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def register(self) -> _agents_pb2.RegisterResponse: ...
@@ -142,6 +150,8 @@ class RelayAnswer(_message.Message):
     def error(self) -> _evaluation_pb2.Failure:
         """The call failed; the code is the reason that AgentService would have given."""
 
+    @_builtins.property
+    def renew_certificate(self) -> _enrolment_pb2.RenewCertificateResponse: ...
     def __init__(
         self,
         *,
@@ -151,12 +161,13 @@ class RelayAnswer(_message.Message):
         renew: _agents_pb2.RenewResponse | None = ...,
         report: _agents_pb2.ReportResponse | None = ...,
         error: _evaluation_pb2.Failure | None = ...,
+        renew_certificate: _enrolment_pb2.RenewCertificateResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "answer", b"answer", "error", b"error", "register", b"register", "renew", b"renew", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "answer", b"answer", "error", b"error", "register", b"register", "renew", b"renew", "renew_certificate", b"renew_certificate", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "answer", b"answer", "error", b"error", "id", b"id", "register", b"register", "renew", b"renew", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire", b"acquire", "answer", b"answer", "error", b"error", "id", b"id", "register", b"register", "renew", b"renew", "renew_certificate", b"renew_certificate", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["register", "acquire", "renew", "report", "error"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["register", "acquire", "renew", "report", "error", "renew_certificate"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 from eval_kernel.errors import NotPermitted, Unauthenticated
+from fedeval.wire.pki import RELAY_ROLE, Certificate
 
 
 class UserRole(IntEnum):
@@ -25,6 +27,7 @@ class Access(Enum):
     KNOWN = "any agent, relay or user"
     AGENT = "agents"
     RELAY = "relays"
+    MEMBER = "those who have joined, over TLS"
     VIEWER = "users"
     SUBMITTER = "users with the role submitter"
     OPERATOR = "users with the role operator"
@@ -67,6 +70,23 @@ RULES: dict[str, Rule] = {
         },
     ),
     **_service("fedeval.v1.RelayService", {"Relay": Rule(Access.RELAY)}),
+    **_service("fedeval.v1.CertificateService", {"RenewCertificate": Rule(Access.MEMBER, ())}),
+    **_service(
+        "fedeval.v1.AdminService",
+        {
+            "CreateToken": Rule(Access.OPERATOR, ("site", "roles", "hosts", "valid_seconds")),
+            "ListAgents": Rule(Access.OPERATOR),
+            "RevokeAgent": Rule(Access.OPERATOR, ("name", "reason")),
+            "AddUser": Rule(Access.ADMIN, ("name", "role")),
+            "RemoveUser": Rule(Access.ADMIN, ("name",)),
+            "ListUsers": Rule(Access.ADMIN),
+            "RotateCa": Rule(Access.ADMIN, ()),
+            "RetireCa": Rule(Access.ADMIN, ("force",)),
+        },
+    ),
+    # On a port of its own, which offers nothing else; what lets the caller in is the secret in the
+    # request, and the service writes the audit line itself, since it knows who it was.
+    **_service("fedeval.v1.EnrolmentService", {"Enrol": Rule(Access.OPEN)}),
     **_service("fedeval.v1.PackService", {"Fetch": Rule(Access.AGENT)}),
     # Whether it serves, and what its messages look like: no secret, and asked by tools that know no token.
     **_service(
@@ -82,35 +102,63 @@ class Principal:
     """Who calls.
 
     ``local``: the user who runs this server, on its own machine; may act as any agent, relay or user.
+    ``certificate``: whose connection it is. It alone says which agent calls, and its token alone which user.
     """
 
     name: str
     local: bool = False
     user: UserRole | None = None
+    certificate: Certificate | None = None
 
     def check(self, rule: Rule, rpc: str) -> None:
         """Raise ``Unauthenticated`` or ``NotPermitted`` unless the rule lets this caller in."""
         access = rule.access
-        if self.local or access is Access.OPEN:
+        if access is Access.OPEN:
             return
         if not self.known:
             raise Unauthenticated(UNKNOWN)
-        if access is Access.KNOWN:
+        match access:
+            case Access.KNOWN:
+                allowed = True
+            case Access.MEMBER:
+                allowed = self.certificate is not None and not self.local
+            case Access.AGENT:
+                allowed = self.local or (self.certificate is not None and self.certificate.is_agent)
+            case Access.RELAY:
+                allowed = self.local or (self.certificate is not None and RELAY_ROLE in self.certificate.roles)
+            case _:
+                allowed = self.local or (self.user is not None and self.user >= UserRole[access.name])
+        if not allowed:
+            raise NotPermitted(f"{rpc.rpartition('/')[2]} is for {access.value}; {self} is not one")
+
+    def speaks_as(self, agent: str, site: str | None = None) -> None:
+        """Raise ``NotPermitted`` unless this is that agent; the local user may be any."""
+        if self.local or self.certificate is None:
             return
-        if access.name in UserRole.__members__ and self.user is not None and self.user >= UserRole[access.name]:
+        owner = self.certificate.owner
+        if agent != owner.name or site not in (None, owner.site):
+            raise NotPermitted(f"agent {owner} speaks as {f'{site[:100]}/' if site else ''}{agent[:100]}")
+
+    def may_be(self, roles: Iterable[str]) -> None:
+        """Raise ``NotPermitted`` for an agent's roles that its certificate lacks."""
+        if self.local or self.certificate is None:
             return
-        raise NotPermitted(f"{rpc.rpartition('/')[2]} is for {access.value}; {self} is not one")
+        more = set(roles) - self.certificate.roles
+        if more:
+            raise NotPermitted(f"{self} may not be {', '.join(sorted(more))}: its join string was for other roles")
 
     @property
     def known(self) -> bool:
         """Whether it has proved anything."""
-        return self.local or self.user is not None
+        return self.local or self.user is not None or self.certificate is not None
 
     def __str__(self) -> str:
         if self.local:
             return f"local user {self.name}"
         if self.user is not None:
             return f"user {self.name} ({self.user.name.lower()})"
+        if self.certificate is not None:
+            return f"{'agent' if self.certificate.is_agent else 'client'} {self.certificate.owner}"
         return "an unknown caller"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -83,12 +85,39 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def open_channel(address: str, source: Source | None = None) -> Channel:
+def open_channel(address: str, source: Source | None = None, server_name: str = "") -> Channel:
     """Open a channel that shows what ``source`` says: by default, what the listener published for this user.
+
+    ``server_name`` is what the other side's certificate must name, where that is not the host of ``address``.
 
     Off this machine the source must have a certificate: without one each call raises ``Unauthenticated``.
     """
-    return Channel(address, source or local_source(address))
+    return Channel(address, source or local_source(address), server_name)
+
+
+def dynamic_credentials(
+    configuration: Callable[[], grpc.ServerCertificateConfiguration], *, ask: bool
+) -> grpc.ServerCredentials:
+    """Return a server's credentials that follow ``configuration``, called for each handshake.
+
+    ``ask``: whether a caller must show a certificate. ``configuration`` must return the same object for as long as
+    nothing has changed: grpc is then told so. To tell it of a change that is none makes it exchange what handshakes on
+    other threads are using, and some of its versions do not survive that.
+    """
+    told = configuration()
+    lock = threading.Lock()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal told
+        with lock:
+            now = configuration()
+            if now is told:
+                return None
+            told = now
+            return now
+
+    # None means that nothing has changed, which the stub does not know.
+    return grpc.dynamic_ssl_server_credentials(told, changed, ask)  # type: ignore[arg-type]
 
 
 class _Method:
@@ -119,8 +148,11 @@ class Channel(grpc.aio.Channel):
     ``generation`` counts the connections. Calls that are running when one is replaced have ``RETIRE_SECONDS`` to end.
     """
 
-    def __init__(self, address: str, source: Source) -> None:
+    def __init__(self, address: str, source: Source, server_name: str = "") -> None:
         """Nothing is connected yet."""
+        self._options = client_options()
+        if server_name:
+            self._options.append(("grpc.ssl_target_name_override", server_name))
         self.address = address
         self.generation = 0
         self._source = source
@@ -148,9 +180,9 @@ class Channel(grpc.aio.Channel):
     def _open(self, credentials: Credentials) -> grpc.aio.Channel:
         if credentials.ca:
             tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key or None, credentials.certificate or None)
-            return grpc.aio.secure_channel(self.address, tls, options=client_options())
+            return grpc.aio.secure_channel(self.address, tls, options=self._options)
         if is_loopback(self.address):
-            return grpc.aio.insecure_channel(self.address, options=client_options())
+            return grpc.aio.insecure_channel(self.address, options=self._options)
         raise Unauthenticated(
             f"{self.address} is not on this machine, and plain connections stay on this machine: "
             "join the coordinator first, with the join string that `eval-coordinator token create` prints there"

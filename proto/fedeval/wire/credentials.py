@@ -12,7 +12,7 @@ import secrets
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,40 @@ def local_source(address: str) -> FileSource:
     return FileSource(local_path(address), local_path(f"0.0.0.0:{port}"))
 
 
-def token_variable() -> Credentials | None:
-    """Return the token in the environment, if there is one."""
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    return Credentials(token) if token else None
+def joined_path(address: str) -> Path:
+    """Return the file with a person's membership in the coordinator at an address."""
+    return state_home() / "joined" / local_path(address).name
+
+
+def token_path() -> Path:
+    """Return the file with a person's API token."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "fedeval" / "token"
+
+
+def user_source(address: str) -> Source:
+    """Return the source of what a person's commands show.
+
+    The token of the environment, else what the listener published for its own user, else the token file. The source
+    raises ``ConfigError`` for a file that other users can read.
+    """
+    port = address.rpartition(":")[2]
+    files = FileSource(local_path(address), local_path(f"0.0.0.0:{port}"), joined_path(address))
+
+    def shown() -> Credentials:
+        found = files()
+        token = os.environ.get(TOKEN_VARIABLE, "").strip() or found.token or _token_file()
+        return replace(found, token=token)
+
+    return shown
+
+
+def _token_file() -> str:
+    path = token_path()
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    private(path, mode)
+    return text.strip()

@@ -46,7 +46,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: errors.Fedev
     info = any_pb2.Any()
     info.Pack(error_details_pb2.ErrorInfo(reason=error.code, domain=DOMAIN))
     status = status_pb2.Status(code=code.value[0], message=str(error), details=[info])
-    await context.abort(code, str(error), ((_DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(code, str(error), ((_DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.AbortError as aborted:
+        raise aborted from error  # for those who write down how calls end
     raise AssertionError("abort returned")
 
 
