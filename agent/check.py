@@ -12,14 +12,18 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedeval.wire.diagnosis import own_certificate
+from fedeval.wire.pki import date
+
 from agent.client import AgentClient
 from agent.config import AgentConfig
 from agent.executor import Executor
 from agent.logs import Logger, WorkerLog
+from agent.membership import load
 from agent.probe import Capabilities, free_bytes
 from agent.spool import remedy
 from agent.work import INSTALL
-from eval_kernel.errors import ConfigError, FedevalError, Unreachable, VersionRefused, WorkerUnusable
+from eval_kernel.errors import AccessError, ConfigError, FedevalError, Unreachable, VersionRefused, WorkerUnusable
 
 #: Free space below which a check fails, in bytes: results are small, packs and downloaded models are not.
 STATE_BYTES, CACHE_BYTES = 100 << 20, 1 << 30
@@ -90,6 +94,8 @@ async def findings(config: AgentConfig, capabilities: Capabilities, log: Logger)
         time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)),
         "set the clock: results do not depend on it, log files do",
     )
+    if config.membership is not None:
+        yield certificate(config.membership)
     yield await coordinator(config)
     yield await engine(config, log)
 
@@ -127,13 +133,35 @@ async def coordinator(config: AgentConfig) -> Finding:
         return Finding("coordinator", False, str(error), "install the same version of fedeval on both sides")
     except Unreachable as error:
         start = "start `eval-coordinator serve`, or name its address with --coordinator"
-        return Finding("coordinator", False, str(error), start)
+        cause = await client.diagnosis()
+        return Finding("coordinator", False, str(error), start) if cause is None else _access(cause)
+    except AccessError as error:
+        return _access(error)
     except FedevalError as error:
         return Finding("coordinator", False, str(error), "look at the coordinator's own log")
     finally:
         await client.close()
     spoken = f"version {answer.version}, protocol {answer.protocol_min} to {answer.protocol_max}"
     return Finding("coordinator", True, f"{config.coordinator} is {answer.coordinator} ({spoken})")
+
+
+def _access(error: FedevalError) -> Finding:
+    """What keeps an agent out says itself what to do about it."""
+    return Finding("coordinator", False, str(error), "do what the line says; README.md, A second node over the network")
+
+
+def certificate(path: Path) -> Finding:
+    """Read what joining gave, and look at its dates."""
+    try:
+        joined = load(path)
+    except ConfigError as error:
+        return Finding("certificate", False, str(error), "join again with a new join string")
+    assert joined is not None, "the configuration names it because it is there"
+    member = joined.membership
+    wrong = own_certificate(member.credentials)
+    if wrong is not None:
+        return Finding("certificate", False, str(wrong), "set the clock, or join again with a new join string")
+    return Finding("certificate", True, f"{member.owner}, good until {date(member.certificate.expires)}")
 
 
 async def engine(config: AgentConfig, log: Logger) -> Finding:

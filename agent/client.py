@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from fedeval.v1 import agents_pb2, agents_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 from fedeval.wire.channel import PROTOCOL_MAX, PROTOCOL_MIN, open_channel
+from fedeval.wire.credentials import Credentials
 from fedeval.wire.diagnosis import diagnose, own_certificate
 from fedeval.wire.messages import (
     failure_to_message,
@@ -105,6 +106,10 @@ class AgentClient:
         if self._server_name:
             return None  # the relay of this very process; it looks for itself at what is above it
         return await asyncio.to_thread(diagnose, self._config.coordinator, self._source())
+
+    def shown(self) -> Credentials:
+        """Return what this agent shows now."""
+        return self._source()
 
     def certificate_problem(self) -> FedevalError | None:
         """Return what is wrong with the certificate that this agent shows now."""

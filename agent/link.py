@@ -30,7 +30,7 @@ from eval_kernel.errors import (
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.4, 5.0
 #: While the coordinator does not answer, a line so often.
 REMIND_SECONDS = 60.0
-#: How long it may refuse every call, because these were made with credentials that were replaced meanwhile.
+#: How long it may refuse all calls with the same credentials: these calls may have begun before there were such.
 REFUSED_SECONDS = 2.0
 #: And a look so often at why.
 DIAGNOSE_SECONDS = 10.0
@@ -76,6 +76,7 @@ class Link:
         self._capabilities_json = "{}"
         self._retired = False
         self._refused_since: float | None = None
+        self._refused_with: object = None
         self.generation = 0
         self.heartbeat_seconds = 1.0
 
@@ -153,9 +154,9 @@ class Link:
         """
         if isinstance(error, CertificateExpired) and self._client.certificate_problem() is not None:
             return False
-        now = time.monotonic()
-        if self._refused_since is None:
-            self._refused_since = now
+        now, shown = time.monotonic(), self._client.shown()
+        if self._refused_since is None or shown != self._refused_with:
+            self._refused_since, self._refused_with = now, shown
         return now - self._refused_since < REFUSED_SECONDS
 
     async def diagnose(self) -> None:

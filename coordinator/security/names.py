@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
 
 #: An address of a documentation network (RFC 5737): asking for the way there sends nothing.
 _FAR_AWAY = ("192.0.2.1", 9)
+_HOST = re.compile(r"[A-Za-z0-9.-]{1,253}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +46,5 @@ def machine() -> tuple[str, ...]:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(_FAR_AWAY)
         found.append(probe.getsockname()[0])
-    return (*found, socket.gethostname())
+    name = socket.gethostname()
+    return (*found, name) if _HOST.fullmatch(name) else tuple(found)

@@ -41,7 +41,8 @@ from coordinator.security.names import Names
 from coordinator.security.store import Member, Store, Token, digest
 from eval_kernel.errors import JoinRefused, NotPermitted, RequestInvalid, Revoked, Unauthenticated
 
-#: How long a join string may be good.
+#: How long a person's certificate is good, whose commands do not renew it, and a join string at most.
+CLIENT_LIFE = timedelta(days=90)
 MAX_TOKEN_SECONDS = 30 * 86_400.0
 
 _log = structlog.get_logger("coordinator.security")
@@ -184,7 +185,7 @@ class Security:
                 "name them with `eval-coordinator token create --host`"
             )
         if earlier is None:
-            issued = authority.issue(request, token.roles, self._life)
+            issued = authority.issue(request, token.roles, self._life_of(token.roles))
             earlier = await asyncio.to_thread(self.store.redeem, secret, request, token.roles, issued)
             self._standing[request.owner.name] = (token.site, False)
             _log.info("joined", name=request.owner.name, site=token.site, roles=", ".join(token.roles))
@@ -209,7 +210,7 @@ class Security:
             raise _revoked(member.owner.name)
         if not set(request.hosts) <= set(member.hosts):
             raise NotPermitted(f"{request.owner} asks for hosts that its join string did not allow")
-        issued: Issued = authority.issue(request, member.roles, self._life)
+        issued: Issued = authority.issue(request, member.roles, self._life_of(member.roles))
         await asyncio.to_thread(self.store.renewed, request, member.roles, issued)
         return issued.pem
 
@@ -280,6 +281,9 @@ class Security:
     def users(self) -> list[tuple[str, str]]:
         """Return the users' names and roles."""
         return sorted((user.name, user.role.name.lower()) for user in self._users.values())
+
+    def _life_of(self, roles: tuple[str, ...]) -> timedelta:
+        return CLIENT_LIFE if CLIENT_ROLE in roles else self._life
 
     def _tls(self) -> tuple[Authority, Names]:
         if self.authority is None or self._names is None:

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from fedeval.wire.credentials import local_path
+
 UP, DOWN = "up", "down"
 #: Bytes that are on their way at a time, in one direction of one connection.
 CHUNK, IN_FLIGHT = 16 << 10, 64
@@ -196,9 +198,14 @@ async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
     server = await asyncio.start_server(accepted, "127.0.0.1", 0)
     proxy.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     watching = asyncio.create_task(proxy._watch())
+    # Whoever calls here shows what the target has published, also after it has begun again.
+    alias = local_path(proxy.address)
+    alias.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    alias.symlink_to(local_path(target))
     try:
         yield proxy
     finally:
+        alias.unlink()
         server.close()
         watching.cancel()
         for task in list(handlers):
