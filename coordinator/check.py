@@ -28,6 +28,7 @@ from eval_kernel.errors import FedevalError, Unreachable
 from eval_kernel.spec import JobSpec, is_remote, load_spec
 
 LIBRARIES = (
+    "cryptography",
     "grpcio",
     "grpcio-health-checking",
     "grpcio-reflection",
