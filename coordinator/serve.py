@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from eval_kernel.errors import DirectoryUnusable
 ADDRESS_FILE = "address"
 #: How long the join string of ``serve --invite`` is good.
 INVITE_SECONDS = 3600.0
+_MAX_FILES = 65_536
 
 _log = structlog.get_logger("coordinator")
 
@@ -44,6 +46,7 @@ async def serve(
     whatever makes going on impossible later. A second signal ends the process at once, as a crash would.
     """
     probe(config.listen)
+    _allow_connections()
     journal = open_journal(config.data_dir)
     try:
         names = Names.of(config.listen, config.advertise) if config.secure else None
@@ -83,6 +86,14 @@ async def serve(
     finally:
         security.close()
         journal.close()
+
+
+def _allow_connections() -> None:
+    """Use all the file descriptors that this process may have: each agent needs one, and so does who only knocks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _prepare(config: ServeConfig, journal: Journal, security: Security) -> tuple[Runtime, Server]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from fedeval.wire.access import CALLER
 from fedeval.wire.pki import Certificate
 
-from eval_kernel.errors import NotPermitted, Revoked
+from coordinator.security.store import revoked
+from eval_kernel.errors import NotPermitted
 
 #: A member's site, and whether its certificate was revoked; ``None`` for a name that never joined.
 Standing = Callable[[str], tuple[str, bool] | None]
@@ -36,7 +37,7 @@ class Speaking:
         own = certificate.owner.site
         joined = self._standing(agent)
         if joined is not None and joined[1]:
-            raise Revoked(f"the certificate of {agent} was revoked; its owner needs a new join string to come back")
+            raise revoked(agent)
         there = joined[0] if joined is not None else self._sites.get(agent, own)
         if there != own or site not in (None, own):
             raise NotPermitted(f"relay {certificate.owner} speaks for {agent[:100]}, which is not of its site")

@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedeval.wire import pki
-from fedeval.wire.credentials import private, write_private
+from fedeval.wire.credentials import private, sync_directory, write_private
 from fedeval.wire.pki import Key, Owner, host_names, key_pem, new_key, pin_of
 
 from eval_kernel.errors import DirectoryUnusable, RequestInvalid
@@ -112,6 +112,7 @@ class Authority:
             raise RequestInvalid("there is one CA only; `eval-coordinator ca rotate` makes the next one")
         old = self._roots[0]
         self._path(old.number).unlink(missing_ok=True)
+        sync_directory(self._directory)  # it must not come back with a power cut
         self._roots.remove(old)
         return old
 

@@ -21,7 +21,7 @@ from fedeval.wire.access import UserRole
 from fedeval.wire.pki import Owner, Request
 
 from coordinator.security.authority import Issued
-from eval_kernel.errors import DirectoryUnusable, JoinRefused, RequestInvalid
+from eval_kernel.errors import DirectoryUnusable, JoinRefused, NotPermitted, RequestInvalid, Revoked
 
 FILE = "security.db"
 _VERSION = 1
@@ -45,6 +45,11 @@ CREATE TABLE user (
 def digest(secret: str) -> str:
     """Return the form in which a secret is kept. They have 128 bits and more: no salt, no stretching is needed."""
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def revoked(name: str) -> Revoked:
+    """Return the error of a caller whose certificate was revoked."""
+    return Revoked(f"the certificate of {name} was revoked; its owner needs a new join string to come back")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +180,18 @@ class Store:
     # ------------------------------------------------------------ certificates
 
     def renewed(self, request: Request, roles: tuple[str, ...], issued: Issued) -> None:
-        """Keep a certificate that took another one's place, and forget those that ended long ago."""
+        """Keep a certificate that takes another one's place, and forget those that ended long ago.
+
+        Raises ``NotPermitted`` where there is none that could be renewed any more, ``Revoked`` where it was revoked.
+        """
         with self._transaction() as db:
+            member = self._latest(db, request.owner.name)
+            if member is None or member.owner != request.owner or member.expires <= time.time():
+                raise NotPermitted(f"{request.owner} has no certificate that could be renewed; it has to join")
+            if member.revoked:
+                raise revoked(member.owner.name)
+            if not set(request.hosts) <= set(member.hosts):
+                raise NotPermitted(f"{request.owner} asks for hosts that its join string did not allow")
             self._insert(db, request, roles, issued)
             db.execute("DELETE FROM certificate WHERE expires_at < ?", (time.time() - 30 * 86_400,))
 

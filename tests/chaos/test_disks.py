@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from fedeval.wire.channel import insecure_channel
+from fedeval.wire.channel import open_channel
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.journal.upkeep import verify
@@ -60,7 +60,7 @@ def fill(place: Path) -> Path:
 
 async def serving(address: str) -> bool:
     """Whether the coordinator says that it serves."""
-    async with insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2)

@@ -33,6 +33,7 @@ from eval_kernel.errors import (
     RequestInvalid,
     Unreachable,
 )
+from tests.support.processes import until
 from tests.support.rpc import status_of
 from tests.support.secure import Secured, membership, secured, shown
 from tests.support.served import served
@@ -238,7 +239,13 @@ def test_a_man_in_the_middle_with_another_ca_never_hears_the_secret(tmp_path: Pa
         async with man_in_the_middle(tmp_path, chain, key) as (address, heard):
             with pytest.raises(CaMismatch, match="nothing secret was sent"):
                 await join(replace(invitation, addresses=(address,)), "a")
-        assert invitation.secret.encode() not in heard
+            assert invitation.secret.encode() not in heard
+            # The control: to somebody who was told to trust him the man in the middle does listen.
+            fooled = replace(invitation, addresses=(address,), pin=other.serving.pin)
+            joining = asyncio.create_task(join(fooled, "a"))
+            await until(lambda: invitation.secret.encode() in heard)
+            joining.cancel()
+            await asyncio.gather(joining, return_exceptions=True)
         await join(invitation, "a")
 
     run(tmp_path, body)

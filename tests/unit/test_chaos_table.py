@@ -1,4 +1,4 @@
-"""The table of faults in tests/chaos/README.md names tests that exist."""
+"""The tables of faults (tests/chaos/README.md) and of threats (coordinator/DESIGN.md) name tests that exist."""
 
 from __future__ import annotations
 
@@ -14,5 +14,16 @@ def test_every_fault_names_a_test() -> None:
     named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", text)
 
     assert len([row for row in text.splitlines() if row.startswith("| ") and "|---" not in row]) - 4 == len(named)
+    for file, name in named:
+        assert f"def {name}(" in (TESTS / file).read_text("utf-8"), f"{file}::{name}"
+
+
+def test_every_threat_names_a_test() -> None:
+    """Each row of the threat table names a test function of this repository, and there are rows."""
+    text = (TESTS.parent / "coordinator" / "DESIGN.md").read_text("utf-8")
+    table = text.partition("| threat | what stops it | test |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", table)
+
+    assert len(table.splitlines()) == len(named) > 20
     for file, name in named:
         assert f"def {name}(" in (TESTS / file).read_text("utf-8"), f"{file}::{name}"
