@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from coordinator.core.facts import Fact, Facts
-from eval_kernel.errors import JournalFull, Unavailable
+from eval_kernel.errors import JournalPaused, Unavailable
 
 #: Facts written in one transaction, unless one call of the scheduler made more.
 MAX_BATCH = 256
@@ -31,7 +31,8 @@ class Appendable(Protocol):
 class Committer:
     """Writes facts behind the scheduler's back and keeps count: fact number n is durable once n facts are.
 
-    ``on_trouble`` is called with the error when the journal has no space, and with ``None`` when it works again.
+    ``on_trouble`` is called with the error when the journal cannot be written at present, and with ``None`` when it
+    works again.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Committer:
         *,
         retry_seconds: float,
         barrier_seconds: float,
-        on_trouble: Callable[[JournalFull | None], None] = lambda error: None,
+        on_trouble: Callable[[JournalPaused | None], None] = lambda error: None,
     ) -> None:
         """Remember the journal; ``run`` must be going for anything to be written."""
         self._journal = journal
@@ -53,7 +54,7 @@ class Committer:
         self._work = asyncio.Event()
         self._progress = asyncio.Event()
         self._waiting: dict[asyncio.Future[None], int] = {}
-        self._trouble: JournalFull | None = None
+        self._trouble: JournalPaused | None = None
         self._fatal: Exception | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
@@ -68,7 +69,7 @@ class Committer:
         return self._durable
 
     @property
-    def trouble(self) -> JournalFull | None:
+    def trouble(self) -> JournalPaused | None:
         """Why nothing is written at present, or ``None``."""
         return self._trouble
 
@@ -116,7 +117,7 @@ class Committer:
             self._waiting.pop(future, None)
 
     async def run(self) -> None:
-        """Write until cancelled. Raises the journal's error when it is another than want of space."""
+        """Write until cancelled. Raises the journal's error when it is another than ``JournalPaused``."""
         try:
             while True:
                 await self._work.wait()
@@ -160,7 +161,7 @@ class Committer:
             try:
                 await loop.run_in_executor(self._thread, self._journal.append, batch)
                 break
-            except JournalFull as error:
+            except JournalPaused as error:
                 if self._trouble is None:
                     self._trouble = error
                     self._on_trouble(error)

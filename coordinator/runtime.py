@@ -19,7 +19,7 @@ from coordinator.core.calls import Outcome, Submitted
 from coordinator.core.facts import Facts, ShardCommitted
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.states import JobState, NodeState
-from eval_kernel.errors import JournalFull, Unavailable
+from eval_kernel.errors import JournalPaused, Unavailable
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("coordinator")
@@ -45,7 +45,7 @@ def anchored_clock() -> Callable[[], float]:
 class Runtime:
     """The scheduler, its journal and those who wait for either.
 
-    ``serving`` is false while the journal has no space or the coordinator stops; ``on_serving`` hears of changes.
+    ``serving`` is false while the journal cannot be written or the coordinator stops; ``on_serving`` hears of changes.
     """
 
     def __init__(
@@ -211,11 +211,11 @@ class Runtime:
         """Let the journal go, once ``run`` has been cancelled: it may be closed then."""
         self._committer.shutdown()
 
-    def _journal_trouble(self, error: JournalFull | None) -> None:
+    def _journal_trouble(self, error: JournalPaused | None) -> None:
         if error is None:
             _log.info("journal writable again", facts=self._committer.decided)
         else:
-            _log.error("journal full: nothing is acknowledged until there is space", reason=str(error))
+            _log.error("journal not writable: nothing is acknowledged until it is", code=error.code, reason=str(error))
         self._on_serving(self.serving)
 
 

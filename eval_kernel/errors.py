@@ -370,11 +370,52 @@ class JournalCorrupt(FedevalError):
     exit_code = 43
 
 
-class JournalFull(FedevalError):
-    """The journal cannot be written for want of space; it is retried, and nothing is acknowledged meanwhile."""
+class JournalPaused(FedevalError):
+    """The journal cannot be written at present; it is retried, and nothing is acknowledged meanwhile."""
+
+    code = "JOURNAL_PAUSED"
+
+
+class JournalFull(JournalPaused):
+    """The journal cannot be written for want of space."""
 
     code = "JOURNAL_FULL"
     exit_code = 44
+
+
+class JournalUnreachable(JournalPaused):
+    """The database server that holds the journal does not answer, or not with what was asked."""
+
+    code = "JOURNAL_UNREACHABLE"
+    exit_code = 51
+
+
+class JournalRefused(FedevalError):
+    """The database server answers but lets this user not in, or not do what the journal needs."""
+
+    code = "JOURNAL_REFUSED"
+    exit_code = 52
+
+
+class JournalExchanged(FedevalError):
+    """The database holds another journal than it did: replaced under a running coordinator."""
+
+    code = "JOURNAL_EXCHANGED"
+    exit_code = 53
+
+
+class DriverMissing(FedevalError):
+    """The library that talks to the journal's database is not installed, or does not load."""
+
+    code = "DRIVER_MISSING"
+    exit_code = 50
+
+
+class LeadershipLost(FedevalError):
+    """Another coordinator leads now and has the journal: this one can decide nothing any more and must end."""
+
+    code = "LEADERSHIP_LOST"
+    exit_code = 54
 
 
 class DirectoryUnusable(FedevalError):

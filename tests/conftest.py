@@ -1,4 +1,4 @@
-"""What every test starts from: a state home of its own, and nobody's token in the environment."""
+"""What every test starts from: a state home of its own, nobody's token; and servers started once, if a test asks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from fedeval.wire.credentials import TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from tests.support.postgres import PostgresServer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,3 +27,12 @@ def _own_state_home() -> Iterator[None]:
         if value is not None:
             os.environ[name] = value
     shutil.rmtree(home)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A running PostgreSQL server that tests share: each has a journal of its own in it."""
+    from tests.support.postgres import server_of_its_own  # only here: most runs of single files need no driver
+
+    with server_of_its_own() as server:
+        yield server

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,9 +29,9 @@ class Journal(Protocol):
     def append(self, facts: Sequence[Fact]) -> None:
         """Write the facts, all of them or none, and return once they are durable.
 
-        Raises ``JournalFull`` for want of space: nothing was written, and the call may be repeated. After any other
-        error (``DirectoryUnusable``, ``JournalCorrupt``) it is unknown what is on the disk: the process should end,
-        and start again by replaying.
+        Raises ``JournalPaused`` for want of space or of an answer: the call may be repeated with the same facts, and
+        writes them once. After any other error (``DirectoryUnusable``, ``JournalCorrupt``, ``LeadershipLost``) it is
+        unknown what is on the disk: the process should end, and start again by replaying.
         """
 
     def close(self) -> None:
@@ -45,6 +46,10 @@ class Row:
     job: str
     shard: int | None
     body: str
+
+
+#: A row as it is stored: its number (from 1), what it says, its checksum.
+Stored = tuple[int, Row, bytes]
 
 
 def encode(fact: Fact) -> Row:
@@ -70,3 +75,30 @@ def decode(row: Row, where: str) -> Fact:
             f"{where} commits shard {fact.shard} under the number {row.shard}; restore it from a backup"
         )
     return fact
+
+
+def seed_of(identity: str) -> bytes:
+    """What the first row's checksum is chained to."""
+    return hashlib.sha256(identity.encode()).digest()
+
+
+def chained(previous: bytes, seq: int, row: Row) -> bytes:
+    """Return the checksum of a row: over the one before it and all that the row says."""
+    content = json.dumps([seq, row.kind, row.job, row.body], separators=(",", ":")).encode()
+    return hashlib.sha256(previous + content).digest()
+
+
+def verified(rows: Iterable[Stored], identity: str, journal: object, remedy: str) -> Iterator[Fact]:
+    """Yield the facts of stored rows in order, each one's checksum verified.
+
+    ``journal`` names it in the messages of ``JournalCorrupt`` and ``JournalNewer``, ``remedy`` says what to do.
+    """
+    expected, previous = 1, seed_of(identity)
+    for seq, row, checksum in rows:
+        if seq != expected:
+            raise JournalCorrupt(f"{journal}: row {expected} is missing; {remedy}")
+        previous = chained(previous, seq, row)
+        if previous != checksum:
+            raise JournalCorrupt(f"{journal}: row {seq} fails its checksum; {remedy}")
+        yield decode(row, f"{journal}: row {seq}")
+        expected += 1

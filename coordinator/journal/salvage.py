@@ -16,9 +16,9 @@ from coordinator.core import facts as f
 from coordinator.core.calls import SchedulerConfig
 from coordinator.core.facts import Fact
 from coordinator.core.scheduler import Scheduler
-from coordinator.journal.base import Row, decode
+from coordinator.journal.base import Row, chained, decode, seed_of
 from coordinator.journal.directory import Directory, from_os
-from coordinator.journal.sqlite import FILE, chained, look_at_header, open_journal, seed_of
+from coordinator.journal.sqlite import FILE, look_at_header, open_journal
 from coordinator.journal.upkeep import Summary, journal_file, replace, summary
 from eval_kernel.errors import FedevalError, JournalCorrupt, JournalNewer
 

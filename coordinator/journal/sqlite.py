@@ -6,8 +6,6 @@ missing at the end because the WAL file was removed or an old copy put in place 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sqlite3
 import struct
@@ -16,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from coordinator.core.facts import Fact
-from coordinator.journal.base import Row, decode, encode
+from coordinator.journal import base
+from coordinator.journal.base import Row, chained, encode, seed_of
 from coordinator.journal.directory import Directory, from_os
 from eval_kernel.errors import DirectoryUnusable, FedevalError, JournalCorrupt, JournalFull, JournalNewer
 
@@ -156,21 +155,13 @@ class SqliteJournal:
 
 
 def verified(connection: sqlite3.Connection, path: Path, identity: str) -> Iterator[Fact]:
-    """Yield the facts of a journal in order, each one's checksum verified.
+    """Return the facts of a journal in order, each one's checksum verified as it is read.
 
-    Raises ``JournalCorrupt``, ``JournalNewer``, and what SQLite raises.
+    Reading them raises ``JournalCorrupt``, ``JournalNewer``, and what SQLite raises.
     """
-    expected, previous = 1, seed_of(identity)
     rows = connection.execute("SELECT seq, kind, job, shard, body, checksum FROM fact ORDER BY seq")
-    for seq, kind, job, shard, body, checksum in rows:
-        if seq != expected:
-            raise JournalCorrupt(f"{path}: row {expected} is missing; {_BACKUP}")
-        row = Row(kind, job, shard, body)
-        previous = chained(previous, seq, row)
-        if previous != checksum:
-            raise JournalCorrupt(f"{path}: row {seq} fails its checksum; {_BACKUP}")
-        yield decode(row, f"{path}: row {seq}")
-        expected += 1
+    stored = ((seq, Row(kind, job, shard, body), checksum) for seq, kind, job, shard, body, checksum in rows)
+    return base.verified(stored, identity, path, _BACKUP)
 
 
 def check_head(path: Path, count: int, head: int) -> None:
@@ -181,17 +172,6 @@ def check_head(path: Path, count: int, head: int) -> None:
             f"copy put in place; put back all of {path.parent}, or `eval-coordinator journal salvage` to go on "
             "without the facts that are missing (their shards are scored again)"
         )
-
-
-def seed_of(identity: str) -> bytes:
-    """What the first row's checksum is chained to."""
-    return hashlib.sha256(identity.encode()).digest()
-
-
-def chained(previous: bytes, seq: int, row: Row) -> bytes:
-    """Return the checksum of a row: over the one before it and all that the row says."""
-    content = json.dumps([seq, row.kind, row.job, row.body], separators=(",", ":")).encode()
-    return hashlib.sha256(previous + content).digest()
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -43,13 +43,13 @@ class JobSummary:
 class Summary:
     """What is in a journal, every row verified and every fact applied."""
 
-    path: Path
+    path: Path | str  # a file; a database, without its password
     identity: str
     facts: int
     jobs: tuple[JobSummary, ...]
 
 
-def summary(path: Path, identity: str, facts: int, scheduler: Scheduler) -> Summary:
+def summary(path: Path | str, identity: str, facts: int, scheduler: Scheduler) -> Summary:
     """Return what a journal's facts came to, oldest job first."""
     views = reversed(scheduler.jobs())
     jobs = tuple(JobSummary(view.job, view.state.name, view.shards, view.shards_done) for view in views)

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.core import facts as f
 from coordinator.journal import Journal, MemoryJournal, open_journal
+from coordinator.journal.postgres import open_database
 from eval_kernel.errors import JournalCorrupt
 from eval_kernel.partial import NonFinite
 from tests.support.core_cases import make_plan, make_scored, with_partial
@@ -39,16 +40,20 @@ EVERY_KIND: tuple[f.Fact, ...] = (
 Open = Callable[[], Journal]
 
 
-@pytest.fixture(params=["sqlite", "memory"])
+@pytest.fixture(params=["sqlite", "memory", "postgres"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """A function that opens the same journal again, closing it first where it is open."""
     opened: list[Journal] = []
     memory = MemoryJournal("memory")
+    opening: dict[str, Open] = {"memory": lambda: memory, "sqlite": lambda: open_journal(tmp_path / "data")}
+    if request.param == "postgres":
+        url = request.getfixturevalue("postgres_server").journal()
+        opening["postgres"] = lambda: open_database(url)
 
     def open_again() -> Journal:
         for journal in opened:
             journal.close()
-        opened.append(memory if request.param == "memory" else open_journal(tmp_path / "data"))
+        opened.append(opening[request.param]())
         return opened[-1]
 
     yield open_again

@@ -17,7 +17,7 @@ from coordinator.core import facts as f
 from coordinator.core.calls import SchedulerConfig, ScoreWork
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.states import JobState
-from coordinator.journal import open_journal, sqlite
+from coordinator.journal import base, open_journal, sqlite
 from coordinator.journal.directory import HEAD
 from coordinator.journal.salvage import salvage
 from coordinator.journal.sqlite import FILE
@@ -159,7 +159,7 @@ def test_every_flipped_bit_is_noticed_and_salvage_comes_to_the_right_total(block
 def test_without_the_checksum_flipped_bits_make_wrong_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with the comparison taken out, the same bits come through."""
     write(tmp_path / "sound", FACTS)
-    monkeypatch.setattr(sqlite, "chained", lambda previous, seq, row: Anything())
+    monkeypatch.setattr(base, "chained", lambda previous, seq, row: Anything())
     unnoticed = 0
     for seed in range(60):
         copy = tmp_path / f"copy{seed}"

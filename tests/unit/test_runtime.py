@@ -15,7 +15,7 @@ from coordinator.core.facts import JobCancelled, JobSubmitted
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.states import NodeState, Role
 from coordinator.runtime import Runtime, anchored_clock
-from eval_kernel.errors import JournalCorrupt, JournalFull, Unavailable
+from eval_kernel.errors import JournalCorrupt, JournalFull, JournalPaused, JournalUnreachable, Unavailable
 from tests.support.faulty_journal import FaultyJournal
 from tests.support.processes import until
 
@@ -153,12 +153,13 @@ def test_batches_hold_no_more_than_their_bound_and_never_split_a_decision() -> N
     asyncio.run(main())
 
 
-def test_a_full_journal_acknowledges_nothing_and_is_tried_again_with_the_same_facts() -> None:
-    """While there is no space the same batch is tried again, in order; when there is, everything goes on by itself."""
+@pytest.mark.parametrize("trouble", [FULL, JournalUnreachable("no server answers")])
+def test_a_full_journal_acknowledges_nothing_and_is_tried_again_with_the_same_facts(trouble: JournalPaused) -> None:
+    """Without space, or a server, the same batch is tried again, in order; then everything goes on by itself."""
 
     async def main() -> None:
         journal, serving = FaultyJournal(), list[bool]()
-        journal.errors = [FULL, FULL, FULL]
+        journal.errors = [trouble] * 3
         async with runtime(journal, serving=serving) as made:
             first = asyncio.create_task(submit(made, 1))
             await until(lambda: not made.serving)

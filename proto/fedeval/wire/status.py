@@ -27,7 +27,7 @@ CODES: dict[type[errors.FedevalError], grpc.StatusCode] = {
     errors.AccessError: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.JobKeyConflict: grpc.StatusCode.ALREADY_EXISTS,
-    errors.JournalFull: grpc.StatusCode.UNAVAILABLE,
+    errors.JournalPaused: grpc.StatusCode.UNAVAILABLE,
     errors.Unreachable: grpc.StatusCode.UNAVAILABLE,
 }
 
