@@ -5,6 +5,7 @@ It reads no model and no data: `eval-agent check` does that where they are. It s
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import shutil
@@ -63,6 +64,8 @@ class Finding:
 async def examine(config: ServeConfig, job_file: Path | None) -> list[Finding]:
     """Look at everything; never raises for what it finds."""
     found = [python(), libraries(), sqlite(), directory(config.data_dir), clock()]
+    if config.journal is not None:
+        found.append(await asyncio.to_thread(database, config.journal))
     found.append(await address(config.listen))
     if job_file is not None:
         found += job(job_file)
@@ -125,6 +128,16 @@ def directory(data_dir: Path) -> Finding:
             f"free at least {MIN_FREE_BYTES >> 20} MiB there, or choose another --data-dir",
         )
     return Finding("data directory", True, detail)
+
+
+def database(url: str) -> Finding:
+    """Can a journal be kept in this database, and who leads on it?"""
+    try:
+        from coordinator.journal import postgres_upkeep  # only here: its driver is an extra
+
+        return Finding("journal", True, postgres_upkeep.look(url))
+    except FedevalError as error:
+        return Finding("journal", False, str(error), "name a database that works, with --journal or FEDEVAL_JOURNAL")
 
 
 def clock() -> Finding:

@@ -20,6 +20,8 @@ ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
 #: How long the certificates of those who join are good, unless told otherwise.
 CERTIFICATE_LIFE = timedelta(days=7)
 _HOST = re.compile(r"[A-Za-z0-9:._-]{1,253}")
+#: Environment variable with the journal's URL: unlike the option, it is not seen in a list of processes.
+JOURNAL_VARIABLE = "FEDEVAL_JOURNAL"
 #: What ``default_data_dir`` says, for people.
 DATA_DIR_TEXT = "fedeval in $XDG_DATA_HOME, or in ~/.local/share"
 
@@ -39,6 +41,16 @@ def checked_address(address: str, *, listening: bool) -> str:
     if not lowest <= int(port) <= 65535:
         raise ConfigError(f"the port of {address!r} is outside {lowest} to 65535")
     return address
+
+
+def checked_journal(url: str) -> str:
+    """Return ``url`` if it is one of PostgreSQL; the text of the ``ConfigError`` never repeats it."""
+    if not url.startswith(("postgresql://", "postgres://")):
+        raise ConfigError(
+            "the journal's URL does not begin with postgresql://; write postgresql://USER@HOST:PORT/DATABASE, or leave "
+            "--journal out for a file in --data-dir"
+        )
+    return url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +83,9 @@ class ServeConfig:
     tls: str = "auto"  # auto: off this machine; always; never
     certificate_life: timedelta = CERTIFICATE_LIFE
     data_dir: Path = field(default_factory=default_data_dir)
+    journal: str | None = field(
+        default=None, repr=False
+    )  # a PostgreSQL URL, perhaps with a password; None: in data_dir
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     timings: Timings = field(default_factory=Timings)
 
@@ -93,6 +108,8 @@ class ServeConfig:
             raise ConfigError("a certificate is good for 1 second to 398 days")
         if self.data_dir.exists() and not self.data_dir.is_dir():
             raise ConfigError(f"the data directory {self.data_dir} is a file; name a directory with --data-dir")
+        if self.journal is not None:
+            checked_journal(self.journal)
 
     @property
     def secure(self) -> bool:

@@ -1,4 +1,7 @@
-"""The life of a coordinator process: replay, listen, serve, stop. What happens between is the runtime's and rpc's."""
+"""The life of a coordinator process: stand by, replay, listen, serve, stop.
+
+What happens while it serves is the runtime's and rpc's.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import structlog
 
 from coordinator.config import ServeConfig
 from coordinator.core.scheduler import Scheduler
 from coordinator.journal import Journal, open_journal
+from coordinator.journal.directory import Directory
 from coordinator.rpc.server import Server, probe
 from coordinator.runtime import Runtime
 from coordinator.security.names import Names
 from coordinator.security.security import Security
-from eval_kernel.errors import DirectoryUnusable
+from coordinator.standby import POLL_SECONDS, stand_by
+from eval_kernel.errors import DirectoryUnusable, PortTaken
 
 #: File in the data directory that holds the address of a coordinator that is listening.
 ADDRESS_FILE = "address"
@@ -41,51 +47,106 @@ async def serve(
     """Serve until SIGTERM or SIGINT; call ``ready`` with the real address once listening.
 
     With ``invite``, a site, ``invited`` is then called with a join string for an agent of that site.
+    With a journal in PostgreSQL that another coordinator leads, stand by first: then nothing is listened to.
 
     Raises ``PortTaken``, ``DirectoryLocked``, ``DirectoryUnusable``, ``JournalNewer``, ``JournalCorrupt``, and
     whatever makes going on impossible later. A second signal ends the process at once, as a crash would.
     """
-    probe(config.listen)
     _allow_connections()
-    journal = open_journal(config.data_dir)
-    try:
-        names = Names.of(config.listen, config.advertise) if config.secure else None
-        security = Security(config.data_dir, names, config.certificate_life)
-    except BaseException:
-        journal.close()
-        raise
-    try:
-        runtime, server = _prepare(config, journal, security)
-        stop = _signals()
-        await server.start(config.listen, config.enrolment_address)
-        address_file = config.data_dir / ADDRESS_FILE
-        _write_whole(address_file, server.address)
-        _log.info("listening", address=server.address, data_dir=str(config.data_dir), pid=os.getpid())
+
+    async def told(server: Server, security: Security) -> None:
         ready(server.address)
         if server.enrolment_address:
             _log.info("nodes may join", address=server.enrolment_address, ca=security.pin)
         if invite:
             made = await security.create_token(invite, ("forward", "preprocess"), (), INVITE_SECONDS, "serve --invite")
             invited(made.text())
-        await server.serving(True)
-        running = asyncio.create_task(runtime.run(), name="runtime")
-        stopped = asyncio.create_task(stop.wait(), name="stop")
+
+    if config.journal is None:
+        probe(config.listen)
+        journal = open_journal(config.data_dir)
         try:
-            await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                await server.stop(None)
-                running.result()  # raises the error that ended it: going on could break a promise
+            await _serve(config, journal, asyncio.get_running_loop().create_future(), told)
+        finally:
+            journal.close()
+        return
+    directory = Directory(config.data_dir)  # two coordinators on one machine have a directory each
+    try:
+        with _signals() as stop:
+            shared, waited = await stand_by(config.journal, stop)
+        if shared is not None:
+            lost = asyncio.wrap_future(shared.leadership.lost)
+            try:
+                await _serve(config, shared, lost, told, patient=waited)
+            finally:
+                shared.close()
+    finally:
+        directory.close()
+
+
+async def _serve(
+    config: ServeConfig,
+    journal: Journal,
+    lost: asyncio.Future[NoReturn],
+    ready: Callable[[Server, Security], Awaitable[None]],
+    *,
+    patient: bool = False,
+) -> None:
+    """Replay the journal and serve. ``lost`` gets an error when the journal is another coordinator's.
+
+    ``patient``: wait for an address that is in use, as by a predecessor that is about to end.
+    """
+    names = Names.of(config.listen, config.advertise) if config.secure else None
+    with _signals() as stop, contextlib.closing(Security(config.data_dir, names, config.certificate_life)) as security:
+        runtime, server = _prepare(config, journal, security)
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        running: asyncio.Task[None] | None = None
+        address_file = config.data_dir / ADDRESS_FILE
+        try:
+            if not await _listen(server, config, (stopped, lost), patient=patient):
+                return
+            _write_whole(address_file, server.address)
+            _log.info("listening", address=server.address, data_dir=str(config.data_dir), pid=os.getpid())
+            await ready(server, security)
+            await server.serving(True)
+            running = asyncio.create_task(runtime.run(), name="runtime")
+            await asyncio.wait((running, stopped, lost), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (running, lost):
+                if ended.done():
+                    await server.stop(None)
+                    ended.result()  # raises the error that ended it: going on could break a promise
             await _drain(runtime, server, config)
         finally:
-            for task in (running, stopped):
+            tasks = [task for task in (running, stopped, lost) if task is not None]
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait((running, stopped))
+            # An error that came after the one raised here says no more than that.
+            await asyncio.gather(*tasks, return_exceptions=True)
             runtime.shutdown()
-            with contextlib.suppress(FileNotFoundError):
-                address_file.unlink()
-    finally:
-        security.close()
-        journal.close()
+            if server.address:
+                with contextlib.suppress(FileNotFoundError):
+                    address_file.unlink()
+
+
+async def _listen(
+    server: Server, config: ServeConfig, ending: tuple[asyncio.Future[Any], ...], *, patient: bool
+) -> bool:
+    """Listen; return false if one of ``ending`` comes first, which raises its error if it has one."""
+    told = False
+    while True:
+        try:
+            await server.start(config.listen, config.enrolment_address)
+            return True
+        except PortTaken as error:
+            if not patient:
+                raise
+            if not told:
+                _log.warning("waiting for the address", reason=str(error))
+            told = True
+        done, _ = await asyncio.wait(ending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+            return False
 
 
 def _allow_connections() -> None:
@@ -132,8 +193,9 @@ async def _drain(runtime: Runtime, server: Server, config: ServeConfig) -> None:
     _log.info("stopped")
 
 
-def _signals() -> asyncio.Event:
-    """Return the event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Event]:
+    """Yield the event that the first SIGTERM or SIGINT sets; the second one ends the process."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -142,9 +204,14 @@ def _signals() -> asyncio.Event:
             os._exit(128 + number)  # as safe as kill -9, which is safe
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
         loop.add_signal_handler(number, handle, number)
-    return stop
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 def _write_whole(path: Path, text: str) -> None:

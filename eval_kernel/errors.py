@@ -387,35 +387,35 @@ class JournalUnreachable(JournalPaused):
     """The database server that holds the journal does not answer, or not with what was asked."""
 
     code = "JOURNAL_UNREACHABLE"
-    exit_code = 51
+    exit_code = 61
 
 
 class JournalRefused(FedevalError):
     """The database server answers but lets this user not in, or not do what the journal needs."""
 
     code = "JOURNAL_REFUSED"
-    exit_code = 52
+    exit_code = 62
 
 
 class JournalExchanged(FedevalError):
     """The database holds another journal than it did: replaced under a running coordinator."""
 
     code = "JOURNAL_EXCHANGED"
-    exit_code = 53
+    exit_code = 63
 
 
 class DriverMissing(FedevalError):
     """The library that talks to the journal's database is not installed, or does not load."""
 
     code = "DRIVER_MISSING"
-    exit_code = 50
+    exit_code = 60
 
 
 class LeadershipLost(FedevalError):
     """Another coordinator leads now and has the journal: this one can decide nothing any more and must end."""
 
     code = "LEADERSHIP_LOST"
-    exit_code = 54
+    exit_code = 64
 
 
 class DirectoryUnusable(FedevalError):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.commands.common import AsJson, print_json, say
+from coordinator.commands.common import AsJson, JournalUrl, print_json, say
 from coordinator.config import ADDRESS_VARIABLE, DATA_DIR_TEXT, DEFAULT_ADDRESS, ServeConfig, default_data_dir
 
 
@@ -27,12 +27,14 @@ def check(
     data_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the journal would be.", show_default=DATA_DIR_TEXT)
     ] = None,
+    journal: JournalUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that a coordinator can run here, or that one answers. Prints a remedy for each failure; exits 1 on any."""
     from coordinator.check import examine, exit_code, lines
 
-    config = ServeConfig(listen=listen, data_dir=(data_dir or default_data_dir()).expanduser().absolute())
+    directory = (data_dir or default_data_dir()).expanduser().absolute()
+    config = ServeConfig(listen=listen, data_dir=directory, journal=journal)
     findings = asyncio.run(examine(config, job_file))
     if as_json:
         print_json([finding.to_json() for finding in findings])

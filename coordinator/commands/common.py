@@ -11,12 +11,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.config import ADDRESS_VARIABLE, DEFAULT_ADDRESS
+from coordinator.config import ADDRESS_VARIABLE, DEFAULT_ADDRESS, JOURNAL_VARIABLE
 from eval_kernel.errors import Unreachable
 
 Address = Annotated[
     str,
     typer.Option("--coordinator", envvar=ADDRESS_VARIABLE, metavar="HOST:PORT", help="Where the coordinator listens."),
+]
+JournalUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--journal",
+        envvar=JOURNAL_VARIABLE,
+        metavar="postgresql://USER@HOST/DATABASE",
+        help="A journal in PostgreSQL instead of a file.",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Job = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or an unambiguous beginning of it.")]

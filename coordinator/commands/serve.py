@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import structlog
 import typer
 
-from coordinator.commands.common import say
+from coordinator.commands.common import JournalUrl, say
 from coordinator.config import (
     CERTIFICATE_LIFE,
     DATA_DIR_TEXT,
@@ -46,8 +46,10 @@ def serve(
         str, typer.Option(metavar="SITE", help="Print a join string for an agent of that site, good for an hour.")
     ] = "",
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the journal is.", show_default=DATA_DIR_TEXT)
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the journal is; one directory each.", show_default=DATA_DIR_TEXT),
     ] = None,
+    journal: JournalUrl = None,
     heartbeat: Annotated[
         float, typer.Option(metavar="SECONDS", help="How often agents are told to report that they live.")
     ] = SchedulerConfig().heartbeat_seconds,
@@ -68,7 +70,10 @@ def serve(
     ),
     log_json: Annotated[bool, typer.Option("--log-json", help="Log JSON lines instead of text.")] = False,
 ) -> None:
-    """Run a coordinator until SIGTERM. Its log goes to standard error, its address to standard output."""
+    """Run a coordinator until SIGTERM. Its log goes to standard error, its address to standard output.
+
+    With --journal it stands by while another one leads, and takes over when that one dies.
+    """
     from coordinator.serve import serve as run
 
     config = ServeConfig(
@@ -78,6 +83,7 @@ def serve(
         tls=tls,
         certificate_life=timedelta(seconds=certificate_life),
         data_dir=(data_dir or default_data_dir()).expanduser().absolute(),
+        journal=journal,
         scheduler=replace(
             scheduler_config(heartbeat, lease),
             audit_share=_share(audit),

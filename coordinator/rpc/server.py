@@ -81,11 +81,13 @@ class Server:
         return self._security is not None and self._security.authority is not None
 
     async def start(self, listen: str, enrolment: str = "") -> None:
-        """Listen; with TLS also on ``enrolment``. Raises ``PortTaken``, ``ConfigError`` or ``DirectoryUnusable``."""
+        """Listen; with TLS also on ``enrolment``.
+
+        Raises ``PortTaken``, after which it may be tried again, ``ConfigError`` or ``DirectoryUnusable``.
+        """
+        if self._tls:
+            probe(enrolment)
         probe(listen)  # grpc would write lines of its own to standard error
-        if is_loopback(listen):
-            names = (*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
         try:
             if self._security is not None and self._tls:
                 port = self._server.add_secure_port(listen, self._security.service_credentials())
@@ -93,6 +95,9 @@ class Server:
                 port = self._server.add_insecure_port(listen)
         except RuntimeError:
             raise PortTaken(_taken(listen)) from None
+        if is_loopback(listen):
+            names = (*SERVICES[1:], health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
         self.address = f"{listen.rpartition(':')[0]}:{port}"
         if self._security is not None and self._tls:
             await self._start_enrolment(self._security, enrolment, port)

@@ -95,6 +95,10 @@ class Cluster:
     def data(self) -> Path:
         return self.directory / "coordinator"
 
+    @property
+    def standby_data(self) -> Path:
+        return self.directory / "standby"
+
     async def start_coordinator(self) -> None:
         """Start the coordinator, at the same address as before, and wait until it listens."""
         file = self.data / ADDRESS_FILE
@@ -104,6 +108,11 @@ class Cluster:
         await until(lambda: file.exists() or process.code is not None, 30)
         assert process.code is None, f"the coordinator ended with {process.code}: {process.last_line()}"
         self.address = file.read_text().strip()
+
+    def start_standby(self, name: str = "standby") -> Process:
+        """Start another coordinator for the same address, with a directory of its own; it waits until it leads."""
+        command = [*self._coordinator, "serve", "--listen", self.address, "--data-dir", str(self.directory / name)]
+        return self._start(name, [*command, *self._serve])
 
     def kill_coordinator(self) -> None:
         assert self.coordinator is not None
