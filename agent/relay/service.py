@@ -116,7 +116,8 @@ class SiteAgentService(agents_pb2_grpc.AgentServiceServicer):
         """See ``Forwarding``."""
         caller = CALLER.get()
         caller.speaks_as(request.agent, request.site)
-        caller.may_be(agents_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in request.roles)
+        known = (role for role in request.roles if role in agents_pb2.Role.values())  # others are refused above
+        caller.may_be(agents_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in known)
         return await self._forwarding.register(request)
 
     @_guarded

@@ -165,7 +165,7 @@ class Principal:
 #: What a caller without credentials is told.
 UNKNOWN = (
     "this coordinator knows no such token: call as the user who runs it, on its machine, or set FEDEVAL_TOKEN to a "
-    "token that `eval-coordinator user add` has printed"
+    "token that `eval-coordinator user add` has printed; a node joins first, see `eval-agent join --help`"
 )
 ANONYMOUS = Principal("")
 #: Who makes the call that is being answered.

@@ -144,7 +144,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic 
         """End every call over connections with these certificates: revoked, they are good for nothing any more."""
         for serial in serials:
             for end, task in self._running.pop(serial, ()):
-                if not end.done():
+                if not (end.done() or task.done()):  # one that has ended has been answered
                     end.set_result(error)
                     task.cancel()
 
