@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from coordinator.core import facts as f
+from coordinator.core.affinity import typical
 from coordinator.core.calls import PLANNING, Holding, NodeInfo
 from coordinator.core.facts import Fact, Facts
 from coordinator.core.jobs import Job, Shard
@@ -190,7 +191,7 @@ class Board:
             job.changed += 1
         else:
             lease.cost = shard.plan.input_tokens
-            rate = node.rate(job.key)
+            rate = node.rate(job.key) or typical(node)
             lease.charge = lease.cost / rate if rate > 0 else 0.0
             job.lease_shard(shard, lease)
             self.shares.hold(job, lease.charge)

@@ -2,35 +2,41 @@
 
 1. Jobs of the highest *level* go first. A job's level is its priority, and one more for every ``ageing_seconds`` since
    it was submitted, up to the highest priority there is: so no job waits for ever, however many urgent ones arrive.
-2. Among them the submitter who has used least goes first. Seconds of nodes are counted, those of work under lease
-   included. A submitter who was away does not save up: they come back at the level of the poorest present.
-3. A node stays with the model it has loaded, whoever's job that is, until its submitter is ahead by more than the
+2. A node stays with the model it has loaded, whoever's job that is, until its submitter is ahead by more than the
    ``switch_seconds`` and a multiple of what loading takes, for every node there is.
-4. Of one submitter's jobs the oldest goes first, if loading its model is worth it: a model on which no node works is
-   better than one that is being worked on and will soon be done.
+3. Else the submitter who has used least goes first. Seconds of nodes are counted, those of work under lease included,
+   and what the nodes at each one's models are about to add. A submitter who was away does not save up: they come back
+   at the level of the poorest present.
+4. Of one submitter's jobs the oldest goes first. Joining others at a model costs a load that need not be, so it
+   comes after all models on which nobody works, unless their submitters are ahead by what loading costs the fleet; and
+   only where it is worth it (affinity).
 
 Decides on orders only; how much of a job is given is leasing's.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from coordinator.core.affinity import Models
 from coordinator.core.calls import PLANNING, SchedulerConfig
 from coordinator.core.jobs import Job
 from coordinator.core.nodes import Node
 from coordinator.core.states import ShardState
 from coordinator.core.throughput import may_score
 
-#: Joining others at a model costs a load. It is as good as the oldest job's turn where so many times the load is left
-#: to do, and better than idling where so many times are.
-WORTH_JOINING, BETTER_THAN_IDLE = 60.0, 2.0
 #: A node leaves a loaded model for fairness' sake when each node has so many loads' time to make good.
 LOADS_BEFORE_SWITCH = 10.0
+#: It joins others at the poorest submitter's model before it begins a fresh one of a submitter who has used so much
+#: more: so many loads' time of all nodes.
+LOADS_BEFORE_JOINING = 1.0
 #: What loading takes before it was measured.
 GUESSED_LOAD_SECONDS = 10.0
+#: Why a node is given a job when there is no choice.
+ONLY = "it is the only job with work for it"
 
 
 @dataclass(slots=True)
@@ -132,15 +138,12 @@ def offers(
 ) -> Iterator[Offer]:
     """Yield the jobs with waiting shards that the node may be given, best first."""
     able = [job for job in jobs if job.counts[ShardState.WAITING] and _may(node, job, config, now)]
-    if len(able) == 1:
-        yield Offer(able[0], "it is the only job with work for it")
-        return
     by_level: defaultdict[int, list[Job]] = defaultdict(list)
     highest = max((job.priority for job in able), default=0)
     for job in able:
         by_level[level(job, highest, config, now)].append(job)
     for rank in sorted(by_level, reverse=True):
-        yield from _of_level(node, by_level[rank], nodes, shares, config, loaded_job)
+        yield from _of_level(node, by_level[rank], nodes, shares, config, loaded_job, now)
 
 
 def _may(node: Node, job: Job, config: SchedulerConfig, now: float) -> bool:
@@ -154,53 +157,31 @@ def _of_level(
     shares: Shares,
     config: SchedulerConfig,
     loaded_job: str,
+    now: float,
 ) -> Iterator[Offer]:
-    """One level's jobs: submitters in order of their shares, but a loaded model first while that is fair enough."""
-    theirs: defaultdict[str, list[Job]] = defaultdict(list)
-    for job in jobs:
-        theirs[job.submitter].append(job)
-    poorest_first = sorted(theirs, key=lambda name: (shares.of[name].total, theirs[name][0].number))
-    stay = [job for job in jobs if job.key == node.loaded]
-    if stay:
-        # What all nodes do while one is away loading counts too: hence by the number of nodes.
-        slack = config.switch_seconds + LOADS_BEFORE_SWITCH * shares.load_seconds(node.loaded)
-        ahead = shares.of[poorest_first[0]].total + slack * max(1, len(nodes))
-        fair = [job for job in stay if shares.of[job.submitter].total <= ahead]
-        for job in sorted(fair, key=lambda job: (job.id != loaded_job, job.number)):
-            yield Offer(job, "its model is loaded there")
-    waiting: defaultdict[str, int] = defaultdict(int)
-    for job in jobs:
-        waiting[job.key] += job.cost[ShardState.WAITING]
-    for name in poorest_first:
-        why = "its submitter has used least" if len(theirs) > 1 else "it is the oldest"
-        later: list[tuple[float, Job]] = []
-        for job in theirs[name]:
-            load = shares.load_seconds(job.key)
-            left = _seconds_left(job, node, nodes, shares.working[job.key], waiting[job.key])
-            if job.key == node.loaded or load <= 0 or left is None or left >= WORTH_JOINING * load:
-                yield Offer(job, why if left is None or load <= 0 else f"{why}, and enough of it is left to load it")
-            elif left >= BETTER_THAN_IDLE * load:
-                later.append((left, job))
-        for _, job in sorted(later, key=lambda item: (-item[0], item[1].number)):
-            yield Offer(job, "nothing else is left, and loading it is quicker than waiting for others")
-
-
-def _seconds_left(
-    job: Job, node: Node, nodes: Mapping[str, Node], working: Collection[str], tokens: int
-) -> float | None:
-    """How long those who work with a job's model take for all that waits for it; None: nobody does.
-
-    Who holds nothing is not at work: what waits may be just what failed on it, and must not be left to it for ever.
-    """
-    others = [nodes[agent] for agent in working if agent != node.agent and nodes[agent].leases]
+    """One level's jobs, by what their submitters have used and what loading their models costs."""
+    total = {job.submitter: shares.of[job.submitter].total for job in jobs}
+    # What all nodes do while one is away loading counts too: hence by the number of nodes.
+    slack = (config.switch_seconds + LOADS_BEFORE_SWITCH * shares.load_seconds(node.loaded)) * max(1, len(nodes))
+    most = min(total.values()) + slack
+    stay = [job for job in jobs if job.key == node.loaded and total[job.submitter] <= most]
+    for job in sorted(stay, key=lambda job: (job.id != loaded_job, job.number)):
+        yield Offer(job, "its model is loaded there" if len(jobs) > 1 else ONLY)
+    others = [job for job in jobs if job.key != node.loaded or total[job.submitter] > most]
     if not others:
-        return None
-    rates = [other.rate(job.key) or _typical(other) for other in others]
-    rate = sum(rates) if all(rates) else len(rates) * _typical(node)
-    return tokens / rate if rate > 0 else None
-
-
-def _typical(node: Node) -> float:
-    """A node's mean speed on whatever it has done, for want of a better guess; 0.0 if it has done nothing."""
-    rates = [speed.rate for speed in node.speeds.values() if speed.rate > 0]
-    return sum(rates) / len(rates) if rates else 0.0
+        return
+    models = Models(node, jobs, nodes, shares.working, now)
+    used = {name: seconds + models.used_soon(name) for name, seconds in total.items()}
+    turn = ONLY if len(jobs) == 1 else "its submitter has used least" if len(total) > 1 else "it is the oldest"
+    ranked: list[tuple[float, float, int, Offer]] = []
+    for job in others:
+        load, left = shares.load_seconds(job.key), models.left(job.key)
+        if job.key == node.loaded or load <= 0 or models.own_turn(job.key, load):
+            more = "" if left is None or load <= 0 else ", and enough of it is left to load it"
+            ranked.append((used[job.submitter], 0.0, job.number, Offer(job, turn + more)))
+        elif models.worth_loading(job, load):
+            late = LOADS_BEFORE_JOINING * load * max(1, len(nodes))
+            why = ONLY if len(jobs) == 1 else "loading it is quicker than leaving all of it to others"
+            ranked.append((used[job.submitter] + late, -(left or math.inf), job.number, Offer(job, why)))
+    for *_, offer in sorted(ranked, key=lambda item: item[:3]):
+        yield offer

@@ -213,6 +213,38 @@ class TestQueue:
         assert "j1" == take(scheduler, "a1", 32.0, "j1")[0]
         assert "j2" == take(scheduler, "a2", 33.0)[0]
 
+    def test_nodes_that_come_together_turn_to_different_submitters(self) -> None:
+        """Before anything is measured, too: a node that has just been sent to a model counts for its submitter."""
+        jobs = [(f"{who}{i}", f"m{who}{i}", SubmitOptions(who)) for who in ("ann", "bob") for i in range(2)]
+        scheduler = queued(jobs, agents=2)
+
+        assert {"ann0", "bob0"} == {take(scheduler, agent, 5.0)[0] for agent in ("a1", "a2")}
+
+    def test_a_model_that_others_will_have_done_soon_is_not_loaded(self) -> None:
+        """Loading takes longer than leaving it to the one who has it."""
+        scheduler = queued([("j", "m", SubmitOptions())], agents=2, shards=8)
+        assert "j" == take(scheduler, "a1", 8.0)[0]
+        measure(scheduler, "a1", 0, 1.0, 29.0, "j")  # loading took 20 s
+        assert "j" == take(scheduler, "a1", 29.0, "j")[0]
+
+        assert "" == take(scheduler, "a2", 29.0)[0]
+
+    def test_queued_jobs_that_share_models_are_done_with_few_loads_in_fair_shares(self) -> None:
+        """Each model is loaded little more than once, though nodes differ ten-fold and submitters alternate."""
+        nodes = [NodeModel(name=f"n{i}", speed=x * COST, load=20.0) for i, x in enumerate((10, 3, 1, 1))]
+        cluster = VirtualCluster(Scheduler(SchedulerConfig()), nodes, seed=4)
+        cluster.run(lambda: all(node.registered for node in cluster.nodes.values()))
+        for i in range(32):
+            who = ("ann", "bob")[i % 2]
+            cluster.submit(f"{who}{i}", plan_of([COST] * 100), f"{who}{i // 8}", SubmitOptions(submitter=who))
+        cluster.run(lambda: any(sum(job.startswith(who) for job in cluster.done_at) == 16 for who in ("ann", "bob")))
+        used = {who: sum(s for job, s in cluster.seconds_by_job.items() if job.startswith(who)) for who in "ab"}
+        cluster.run(cluster.settled)
+        cluster.scheduler.check()
+
+        assert sum(node.loads for node in cluster.nodes.values()) <= 8 + len(nodes)
+        assert abs(used["a"] - used["b"]) < 0.15 * (used["a"] + used["b"])
+
     def test_a_job_may_be_limited_to_some_nodes(self) -> None:
         """Who holds shards of it goes on, others are given none."""
         scheduler = queued([("j1", "m", SubmitOptions(max_nodes=1))], agents=2)
