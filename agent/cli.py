@@ -27,6 +27,8 @@ from agent.config import (
     DEFAULT_ADDRESS,
     DEFAULT_ENGINE,
     DEFAULT_LISTEN,
+    DEFAULT_PACK_DISK_BYTES,
+    DEFAULT_PACK_LISTEN,
     AgentConfig,
     Role,
     default_cache,
@@ -119,6 +121,12 @@ def run(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where the role aggregate listens for the site's agents.")
     ] = DEFAULT_LISTEN,
+    pack_listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where an agent with the role preprocess alone serves packs.")
+    ] = DEFAULT_PACK_LISTEN,
+    pack_disk_mb: Annotated[int, typer.Option(help="MiB of disk that it may use for packs.")] = (
+        DEFAULT_PACK_DISK_BYTES >> 20
+    ),
     state: _State = None,
     cache: _Cache = None,
     root: _Root = None,
@@ -148,6 +156,8 @@ def run(
         site=site or config.site,
         roles=tuple(dict.fromkeys(role)) if role else config.roles,
         listen=listen,
+        pack_listen=pack_listen,
+        pack_disk_bytes=pack_disk_mb << 20,
         ranks=ranks,
         watchdog_seconds=watchdog_seconds,
         hang_seconds=hang_seconds,

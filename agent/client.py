@@ -54,6 +54,7 @@ class Registration:
     coordinator: str
     heartbeat_seconds: float
     lease_seconds: float
+    packs: tuple[str, ...] = ()  # addresses at which agents of this site serve packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Renewal:
     drain: bool
     done: tuple[Held, ...] = ()  # running here, and done by another agent
     trust: str = ""  # what names the roots that the coordinator trusts
+    packs: tuple[str, ...] | None = None  # as in ``Registration``; None: no change
 
 
 class Acknowledgement(NamedTuple):
@@ -90,6 +92,7 @@ class AgentClient:
 
     def __init__(self, config: AgentConfig, name: str, incarnation: str, server_name: str = "") -> None:
         """Open the channel; nothing is sent yet. ``server_name``: see ``open_channel``; for a relay's own agent."""
+        self.pack_address = ""  #: where this agent serves packs; announced when it registers
         self._server_name = server_name
         self._config = config
         self._who = _Who(agent=name, incarnation=incarnation)
@@ -136,11 +139,13 @@ class AgentClient:
             site=self._config.site,
             roles=[agents_pb2.Role.Value(f"ROLE_{role.name}") for role in self._config.roles],
             capabilities_json=capabilities_json,
+            pack_address=self.pack_address,
         )
         answer = await self._call(self._stub.Register(request, timeout=CALL_SECONDS))
         # A coordinator that names no interval must not make us spin.
         heartbeat = max(answer.heartbeat_seconds, 0.05)
-        return Registration(answer.coordinator, heartbeat, answer.lease_seconds)
+        packs = tuple(answer.site.pack_addresses)
+        return Registration(answer.coordinator, heartbeat, answer.lease_seconds, packs)
 
     async def acquire(self, max_shards: int, wait_seconds: float, loaded_job: str) -> list[Work]:
         """Ask for work and wait for some; an empty list means: ask again."""
@@ -171,7 +176,8 @@ class AgentClient:
         answer = await self._call(self._stub.Renew(request, timeout=CALL_SECONDS))
         lost = tuple((held.job, held.shard) for held in answer.lost)
         done = tuple((held.job, held.shard) for held in answer.done)
-        return Renewal(lost, tuple(answer.settled_jobs), answer.drain, done, answer.trust)
+        packs = tuple(answer.site.pack_addresses) if answer.HasField("site") else None
+        return Renewal(lost, tuple(answer.settled_jobs), answer.drain, done, answer.trust, packs)
 
     @asynccontextmanager
     async def report(self) -> AsyncIterator[ReportStream]:

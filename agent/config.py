@@ -17,6 +17,10 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 ADDRESS_VARIABLE = "FEDEVAL_COORDINATOR"
 #: Where a relay listens for its site unless told otherwise.
 DEFAULT_LISTEN = "127.0.0.1:50052"
+#: Where an agent that prepares packs for its site serves them (port 0: any free one), and the disk that it may use.
+DEFAULT_PACK_LISTEN, DEFAULT_PACK_DISK_BYTES = "127.0.0.1:0", 1 << 30
+#: The engine that makes packs.
+PACK_ENGINE = "eval_kernel.packer:Packer"
 #: The worker's engine: import path and class.
 DEFAULT_ENGINE = "eval_kernel.engine:Engine"
 #: The engine of a node that scores with several ranks at once.
@@ -76,6 +80,8 @@ class AgentConfig:
     roles: tuple[Role, ...] = (Role.FORWARD, Role.PREPROCESS)
     membership: Path | None = None  # the file that joining made; None: the coordinator is this user's, on this machine
     listen: str = DEFAULT_LISTEN  # where an agent with the role AGGREGATE is called by its site; port 0: any free one
+    pack_listen: str = DEFAULT_PACK_LISTEN  # where an agent that prepares packs for others serves them
+    pack_disk_bytes: int = DEFAULT_PACK_DISK_BYTES  # that it may use for them
     state: Path = field(default_factory=lambda: default_state(None))
     cache: Path = field(default_factory=default_cache)
     roots: tuple[Path, ...] = field(default_factory=default_roots)
@@ -93,6 +99,9 @@ class AgentConfig:
         joined = self.membership is not None
         _check_address(self.coordinator, "the coordinator's address", joined)
         _check_address(self.listen, "the relay's address", joined, lowest=0)
+        _check_address(self.pack_listen, "the address for packs", False, lowest=0)
+        if self.pack_disk_bytes < 1 << 20:
+            raise ConfigError(f"pack-disk-mb is {self.pack_disk_bytes >> 20}; it must be 1 or more")
         for what, value in (("name", self.name), ("site", self.site)):
             if value is not None and not _NAME.fullmatch(value):
                 raise ConfigError(
@@ -128,6 +137,11 @@ class AgentConfig:
         for what, path in (("state", self.state), ("cache", self.cache)):
             if path.exists() and not path.is_dir():
                 raise ConfigError(f"the {what} directory {path} is a file; name a directory with --{what}")
+
+    @property
+    def serves_packs(self) -> bool:
+        """Whether this agent prepares packs for others: one that scores makes what it needs itself."""
+        return Role.PREPROCESS in self.roles and Role.FORWARD not in self.roles
 
     @property
     def worker_engine(self) -> str:

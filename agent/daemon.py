@@ -21,12 +21,13 @@ from agent.executor import Executor
 from agent.link import Backoff, Link
 from agent.logs import Logger, WorkerLog
 from agent.membership import Keeper
+from agent.packs.fetching import PackFetcher
 from agent.probe import Capabilities
 from agent.pulse import Pulse, first_of
-from agent.roles import open_relay, works
+from agent.roles import open_pack_server, open_relay, works
 from agent.session import Session
 from agent.spool import Corrupted, ResultKey, Spool, SpoolEntry, StateDirectory, remedy
-from agent.work import PLANNING, Held, Settled, Verdict, Work
+from agent.work import PLANNING, Held, JobPlan, Settled, Verdict, Work
 from eval_kernel.errors import DirectoryUnusable, FedevalError, StaleIncarnation
 
 #: How long one Acquire may wait at the coordinator.
@@ -68,6 +69,10 @@ class Daemon:
         upward = self._client.channel if self._relay is None else self._relay.upstream.channel
         path = self._config.membership
         self._keeper = None if path is None else Keeper(path, upward, self._log)
+        self._packs = PackFetcher(state.path / "fetched", self._log)
+        self._pack_server = open_pack_server(config, state.path, self._log)
+        if self._pack_server is not None:
+            self._client.pack_address = self._pack_server.address
         self._executor = Executor(config, WorkerLog(state.path / "worker.log"), self._log)
         self._session = Session(credit=REPORT_CREDIT, part_shards=PLAN_PART_SHARDS)
         self._link = Link(self._client, self._log, self._registered, config.give_up_after)
@@ -89,8 +94,9 @@ class Daemon:
                 self._report(),
                 self._stop_in_order(),
                 self._link.diagnose(),
-                *([] if self._relay is None else [self._relay.run()]),
                 *([] if self._keeper is None else [self._keeper.run()]),
+                self._packs.run(self._session.upcoming, self._pulse.wait),
+                *(service.run() for service in (self._relay, self._pack_server) if service is not None),
             )
         except StaleIncarnation as error:
             raise StaleIncarnation(
@@ -123,6 +129,7 @@ class Daemon:
             if others:
                 count = len(entries) - len(leftovers)
                 self._log.warning("results of other coordinators stay in the spool", count=count, owners=others)
+        self._packs.found(answer.packs)
         must_stop = self._session.registered(answer.coordinator, leftovers)
         self._log.info("registered", coordinator=answer.coordinator, leftovers=len(leftovers))
         if must_stop:
@@ -156,6 +163,8 @@ class Daemon:
             backoff.reset()
             if self._keeper is not None:
                 self._keeper.heard(answer.trust)
+            if answer.packs is not None:
+                self._packs.found(answer.packs)
             if coordinator == self._session.coordinator:
                 settled = self._session.renewed(beat, answer.lost, answer.settled_jobs, answer.drain)
                 if not settled and self._session.runs_in_vain(answer.done):
@@ -205,6 +214,7 @@ class Daemon:
         # The worker is started at once: its libraries take seconds to load, and an agent without them is no use.
         facts = await self._executor.probe()
         self._link.announce(replace(self._capabilities, engine=facts).to_json())
+        self._packs.enabled = bool(facts.get("packs"))
         self._probed.set()
         job = ""
         while True:
@@ -219,12 +229,17 @@ class Daemon:
             self._pulse.fire()
 
     async def _do(self, work: Work) -> None:
+        pack = await self._packs.of(work)
         try:
-            outcome = await self._executor.run(work)
+            outcome = await self._executor.run(work, pack)
         except FedevalError as error:
             self._log.warning("failed", **_named(work.held), code=error.code, reason=str(error))
             self._session.finished(error)
             return
+        finally:
+            self._packs.done(work, pack, self._executor.pack_problem)
+        if isinstance(outcome, JobPlan) and self._pack_server is not None:
+            self._pack_server.planned(work, outcome)
         if outcome is None:
             self._session.cancelled()
         else:
@@ -331,7 +346,8 @@ class Daemon:
                     await self._client.renew(session.heartbeat(), "stopped", leaving=True)
             except (FedevalError, TimeoutError) as error:
                 self._log.info("left without a good-bye", reason=str(error) or "no answer in time")
-        self._log.info("stopped", unacknowledged=session.num_results)
+        waited = round(self._packs.waited_seconds, 3)
+        self._log.info("stopped", unacknowledged=session.num_results, packs=self._packs.fetched, waited_seconds=waited)
 
     @property
     def stopping(self) -> bool:

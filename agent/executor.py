@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from agent.config import AgentConfig
@@ -33,7 +34,7 @@ START_TRIES = 3
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 30.0
 
 
-_Take = Callable[[list[list[Any]]], None]
+_Take = Callable[[dict[str, Any]], None]
 
 
 class _Process:
@@ -124,12 +125,17 @@ class Executor:
         self._keep = False  # whether its model stays loaded
         self._crashes = 0  # in a row
         self.activity = "idle"  #: for people
+        self.pack_problem = ""  #: why the pack of the last shard was no use; "" if it was, or there was none
         self.loaded_job = ""  #: the job whose model the worker has loaded, or ""
 
     @property
     def worker_pid(self) -> int | None:
         """The worker's process id, ``None`` while there is none."""
         return self._process.pid if self._process is not None and self._process.alive else None
+
+    async def start(self) -> None:
+        """Start the worker now rather than at the first request. Raises ``WorkerUnusable`` or the engine's refusal."""
+        await self._ready()
 
     async def probe(self) -> dict[str, Any]:
         """Return what the engine says of this machine.
@@ -145,8 +151,12 @@ class Executor:
         facts: dict[str, Any] = message["facts"]
         return facts
 
-    async def run(self, work: Work) -> ScoredShard | JobPlan | None:
-        """Do a piece of work; ``None`` when it was called off. Raises the ``FedevalError`` that it ended in."""
+    async def run(self, work: Work, pack: Path | None = None) -> ScoredShard | JobPlan | None:
+        """Do a piece of work; ``None`` when it was called off. Raises the ``FedevalError`` that it ended in.
+
+        ``pack``: the shard's tokens, from another node. One that is no use costs time only (``pack_problem``).
+        """
+        self.pack_problem = ""
         if work.shard is None:
             return await self._plan(work)
         message = await self._request(
@@ -156,13 +166,35 @@ class Executor:
                 "spec": work.spec_json,
                 "manifest": work.manifest_json,
                 "shard": work.shard.to_row(),
+                **({} if pack is None else {"pack": str(pack)}),
             },
             f"scoring shard {work.shard.index} of job {work.job}",
         )
         if message is None:
             return None
         self.loaded_job = work.job
+        self.pack_problem = message.get("pack_problem", "")
         return ScoredShard(Partial.from_json(message["partial"]), Execution.from_json(message["execution"]))
+
+    async def pack(self, work: Work, ahead: int, directory: Path, made: Callable[[ShardPlan, str, int], None]) -> None:
+        """Have a shard's pack made, and up to ``ahead`` that follow; ``made`` is called for each: shard, name, bytes.
+
+        Raises as ``run``.
+        """
+        assert work.shard is not None, "only shards have packs"
+
+        def take(message: dict[str, Any]) -> None:
+            made(ShardPlan.from_row(message["row"]), message["name"], message["size"])
+
+        request = {
+            "op": "pack",
+            "spec": work.spec_json,
+            "manifest": work.manifest_json,
+            "shard": work.shard.to_row(),
+            "ahead": ahead,
+            "directory": str(directory),
+        }
+        await self._request(request, f"packing shard {work.shard.index} of job {work.job}", take)
 
     async def cancel(self, patience: float = CANCEL_SECONDS, *, keep: bool = False) -> None:
         """Call the running request off: politely, and after ``patience`` seconds by killing the worker.
@@ -199,8 +231,8 @@ class Executor:
     async def _plan(self, work: Work) -> JobPlan | None:
         shards: list[ShardPlan] = []
 
-        def take(rows: list[list[Any]]) -> None:
-            shards.extend(ShardPlan.from_row(row) for row in rows)
+        def take(message: dict[str, Any]) -> None:
+            shards.extend(ShardPlan.from_row(row) for row in message["rows"])
 
         request = {"op": "plan", "job": work.job, "spec": work.spec_json}
         message = await self._request(request, f"planning job {work.job}", take)
@@ -247,8 +279,8 @@ class Executor:
                         await process.send({"op": "cancel", "id": self._id})
                 case "progress":
                     self.activity = message["text"]
-                case "rows" if take is not None:
-                    take(message["rows"])
+                case "rows" | "made" if take is not None:
+                    take(message)
                 case "beat":
                     pass
                 case _:

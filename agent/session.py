@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from agent.spool import ResultKey, SpoolEntry
 from agent.work import Failed, Heartbeat, Held, JobPlan, Outgoing, PlanPart, Settled, Verdict, Work
@@ -167,6 +168,10 @@ class Session:
         self._give_back_unstored()
         seconds = outcome.execution.seconds
         self._shard_seconds = seconds if self._shard_seconds is None else (self._shard_seconds + seconds) / 2
+
+    def upcoming(self, most: int) -> list[Work]:
+        """Return the shards that are next in the queue."""
+        return [work for work in islice(self._queue, most) if work.shard is not None]
 
     def cancelled(self) -> None:
         """The running work was stopped without an outcome."""

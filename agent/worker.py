@@ -3,9 +3,9 @@
 Knows the engine by name only; never imports grpc. Requests come on the standard input, answers go to a private
 copy of the standard output, and whatever a library prints goes to the standard error. It dies with its parent.
 
-Requests: ``{"op": "probe" | "plan" | "score" | "cancel", "id": n, ...}``. Each is answered by ``begun``, any
-number of ``progress``, ``beat`` and ``rows``, and one of ``probed``, ``planned``, ``scored``, ``failed``,
-``cancelled``. Before the first, ``ready`` or ``unusable``.
+Requests: ``{"op": "probe" | "plan" | "score" | "pack" | "cancel", "id": n, ...}``. Each is answered by ``begun``, any
+number of ``progress``, ``beat``, ``rows`` and ``made``, and one of ``probed``, ``planned``, ``scored``, ``packed``,
+``failed``, ``cancelled``. Before the first, ``ready`` or ``unusable``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agent.work import INSTALL
-from eval_kernel.errors import FedevalError, OutOfMemory, RankLost, ShardError, WorkerUnusable
+from eval_kernel.errors import DataChanged, FedevalError, OutOfMemory, RankLost, ShardError, WorkerUnusable
 from eval_kernel.lifetime import die_with_parent
 from eval_kernel.plan import Manifest, ShardPlan
 from eval_kernel.spec import JobSpec
@@ -102,12 +102,13 @@ class Server:
     """Answers requests with one engine, and keeps the last job's evaluation open for the shards to come."""
 
     def __init__(self, pipe: Pipe, requests: Requests, engine: Any) -> None:
-        """``engine`` has ``probe``, ``plan`` and ``open``."""
+        """``engine`` has ``probe``, ``plan`` and ``open``, or ``pack``."""
         self._pipe = pipe
         self._requests = requests
         self._engine = engine
         self._job: tuple[str, str] | None = None  # job id and manifest of the open evaluation
         self._evaluation: Any = None
+        self._textless = False  # whether the open evaluation scores packs only
         self._id = 0
         self._last_beat = 0.0
 
@@ -153,17 +154,39 @@ class Server:
 
     def _score(self, request: dict[str, Any]) -> None:
         job = (request["job"], request["manifest"])
-        if self._job != job:
+        shard = ShardPlan.from_row(request["shard"])
+        pack, problem = self._pack_of(request.get("pack", ""), shard)
+        packs = {} if pack is None else {"pack": pack}
+        if self._job != job or (self._textless and not packs):
             self._close()
             manifest = Manifest.from_json(json.loads(request["manifest"]))
             spec = JobSpec.from_canonical(request["spec"])
-            self._evaluation = self._engine.open(spec, manifest, self._progress)
-            self._job = job
+            self._evaluation = self._engine.open(spec, manifest, self._progress, **({"packs": True} if packs else {}))
+            self._job, self._textless = job, bool(packs)
         self._progress("scoring")
-        scored = self._evaluation.score(ShardPlan.from_row(request["shard"]), self._beat)
-        self._send("scored", partial=scored.partial.to_json(), execution=scored.execution.to_json())
+        scored = self._evaluation.score(shard, self._beat, **packs)
+        partial, execution = scored.partial.to_json(), scored.execution.to_json()
+        self._send("scored", partial=partial, execution=execution, pack_problem=problem)
+
+    def _pack(self, request: dict[str, Any]) -> None:
+        given = JobSpec.from_canonical(request["spec"]), Manifest.from_json(json.loads(request["manifest"]))
+        shard, directory = ShardPlan.from_row(request["shard"]), Path(request["directory"])
+        for made, name, size in self._engine.pack(*given, shard, request["ahead"], directory, self._progress):
+            self._requests.check(self._id)
+            self._send("made", row=made.to_row(), name=name, size=size)
+        self._send("packed")
 
     # ---------------------------------------------------------------- inside
+
+    def _pack_of(self, path: str, shard: ShardPlan) -> tuple[Any, str]:
+        """Read a pack; ``None`` and why, if it is no use: the shard is then scored from this node's own text."""
+        if not path:
+            return None, ""
+        pack = importlib.import_module("eval_kernel.pack")  # loads numpy, which not every engine needs
+        try:
+            return pack.Pack.decode(Path(path).read_bytes(), shard), ""
+        except (OSError, DataChanged) as error:
+            return None, str(error)
 
     def _close(self) -> None:
         evaluation, self._evaluation, self._job = self._evaluation, None, None

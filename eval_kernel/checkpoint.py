@@ -91,15 +91,19 @@ class Checkpoint:
 def find(spec: ModelSpec, roots: Roots, cache: Path, note: Callable[[str], None]) -> Checkpoint:
     """Locate a model and check its files. Raises the ``Model...`` errors, ``PathRefused`` and ``DirectoryUnusable``."""
     directory = _directory(spec.source, spec.revision, roots, cache, note, weights=True)
-    tokenizer = directory
-    if spec.tokenizer is not None:
-        tokenizer = _directory(spec.tokenizer, None, roots, cache, note, weights=False)
+    tokenizer = directory if spec.tokenizer is None else find_tokenizer(spec, roots, cache, note)
     config = _config(directory)
     tensors = _tensors(directory)
     _check_sizes(directory, tensors, config)
     text = _parsed(directory, config)
     _check_layers(directory, tensors, text)
     return Checkpoint(directory, tokenizer, config, tensors, int(text.vocab_size), _longest(directory, text))
+
+
+def find_tokenizer(spec: ModelSpec, roots: Roots, cache: Path, note: Callable[[str], None]) -> Path:
+    """Locate a model's tokenizer, and check nothing of the model. Raises as ``find``."""
+    source, revision = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
+    return _directory(source, revision, roots, cache, note, weights=False)
 
 
 def _directory(

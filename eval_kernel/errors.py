@@ -317,6 +317,12 @@ class JoinRefused(AccessError):
     exit_code = 56
 
 
+class Overloaded(CallError):
+    """Too much is asked for at a time; the caller can do without, or try later."""
+
+    code = "OVERLOADED"
+
+
 class Unreachable(FedevalError):
     """The coordinator does not answer at the address given."""
 

@@ -42,6 +42,8 @@ class Packer:
     """Makes the packs of planned jobs on one node."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Load what reads tokenizers: it takes seconds, which the first pack would have to wait for."""
+        tokenizer.warm()
         self.config = config
         self._layouts: OrderedDict[str, Layout] = OrderedDict()
 
@@ -82,7 +84,7 @@ class Packer:
         if not packable(spec):
             raise SpecError("this job needs its text as a whole: it has no packs")
         cache, roots = self.config.cache, self.config.roots
-        tok = tokenizer.load(checkpoint.find(spec.model, roots, cache, note).tokenizer)
+        tok = tokenizer.load(checkpoint.find_tokenizer(spec.model, roots, cache, note))
         data = corpus.load(documents.find(spec.dataset, roots), tok.backend, tok.digest, spec.window.join, cache, note)
         for name, here, planned in (
             ("data_digest", data.data_digest, manifest.data_digest),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,12 @@ class Tokenizer:
     eos: int | None
     adds_bos: bool  # whether the tokenizer itself puts BOS in front of a text
     digest: str
+
+
+def warm() -> None:
+    """Import what ``load`` needs, which takes seconds, before it is needed."""
+    for name in ("models.auto.tokenization_auto", "tokenization_utils_fast"):
+        importlib.import_module(f"transformers.{name}")
 
 
 def load(directory: Path) -> Tokenizer:

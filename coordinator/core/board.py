@@ -41,6 +41,7 @@ class Board:
         self.tails = Tails()
         self.draining = False
         self.quarantined: dict[str, str] = {}  # agents that compute otherwise than others -> what was seen
+        self.packers: set[str] = set()  # agents that serve packs
         self._lease_seconds = lease_seconds
         self._superseded: dict[str, set[str]] = {}  # agent -> incarnations that have been replaced
 
@@ -157,6 +158,7 @@ class Board:
             raise StaleIncarnation(_stale(info.agent))
         self.nodes_changed += 1
         self.members += 1
+        (self.packers.add if info.pack_address else self.packers.discard)(info.agent)
         old = self.nodes.get(info.agent)
         if old is None:
             self.nodes[info.agent] = Node(info, now)

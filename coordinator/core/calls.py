@@ -59,6 +59,7 @@ class NodeInfo:
     roles: frozenset[Role]
     version: str
     capabilities: Mapping[str, Any] = field(default_factory=dict)
+    pack_address: str = ""  # where it serves packs to its site; empty: it does not
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,18 @@ class Scheduler(Results):
         self._board.nodes_changed += before != (node.state, node.activity, node.running)
         return RenewAnswer(tuple(lost), tuple(settled), self._board.draining, tuple(done))
 
+    def pack_addresses(self, agent: str) -> tuple[str, ...]:
+        """Return where an agent gets packs: from others of its own site that make them and are there, by name."""
+        node = self._board.nodes.get(agent)
+        if node is None:
+            return ()
+        found = (self._board.nodes[name] for name in sorted(self._board.packers))
+        return tuple(
+            other.info.pack_address
+            for other in found
+            if other is not node and other.connected and other.info.site == node.info.site
+        )
+
     # ------------------------------------------------------------ time
 
     def drain(self) -> None:

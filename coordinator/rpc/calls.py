@@ -27,6 +27,7 @@ _log = structlog.get_logger("coordinator.rpc")
 #: Holdings one heartbeat may name.
 _MAX_HOLDINGS = 100_000
 _MAX_CAPABILITIES = 256 << 10
+_MAX_ADDRESS = 300
 #: Member of a node's capabilities that the coordinator adds: the relay that speaks for it.
 RELAY = "relay"
 
@@ -48,6 +49,7 @@ class AgentCalls:
         self._runtime = runtime
         self._config = config
         self._identity = identity
+        self._told: dict[str, tuple[str, ...]] = {}  # agent -> pack addresses that it was told last
 
     async def register(self, request: agents_pb2.RegisterRequest, relay: str = "") -> agents_pb2.RegisterResponse:
         """Replaces whatever the agent had announced before; ``relay`` names the relay that speaks for it, if any."""
@@ -59,6 +61,7 @@ class AgentCalls:
             roles=frozenset(_role(role) for role in request.roles),
             version=request.version[:100],
             capabilities={**_capabilities(request.capabilities_json), **({RELAY: relay} if relay else {})},
+            pack_address=_address(request.pack_address),
         )
         self._check(info.agent, relay, info.site)
         if not relay:  # a relay looks at the certificates of those it speaks for
@@ -69,11 +72,13 @@ class AgentCalls:
         self._runtime.record(self._runtime.scheduler.register(info, self._runtime.now()))
         _log.info("agent registered", agent=info.agent, site=info.site, version=info.version, relay=relay or None)
         await self._runtime.barrier()
+        packs = self._told[info.agent] = self._runtime.scheduler.pack_addresses(info.agent)
         return agents_pb2.RegisterResponse(
             protocol=protocol,
             coordinator=self._identity,
             heartbeat_seconds=self._config.heartbeat_seconds,
             lease_seconds=self._config.lease_seconds,
+            site=agents_pb2.Site(pack_addresses=packs),
         )
 
     async def acquire(self, request: agents_pb2.AcquireRequest, relay: str = "") -> agents_pb2.AcquireResponse:
@@ -115,7 +120,11 @@ class AgentCalls:
         )
         self._runtime.touch()
         await self._runtime.barrier()
+        packs = self._runtime.scheduler.pack_addresses(agent)
+        news = packs != self._told.get(agent)
+        self._told[agent] = packs
         return agents_pb2.RenewResponse(
+            site=agents_pb2.Site(pack_addresses=packs) if news else None,
             lost=[holding_message(item) for item in answer.lost],
             settled_jobs=answer.settled_jobs,
             drain=answer.drain,
@@ -154,6 +163,14 @@ def _role(role: agents_pb2.Role.ValueType) -> Role:
     if role == agents_pb2.ROLE_UNSPECIFIED or role not in agents_pb2.Role.values():
         raise RequestInvalid(f"roles holds {role}, which is no role; use FORWARD, PREPROCESS or AGGREGATE")
     return Role[agents_pb2.Role.Name(role).removeprefix("ROLE_")]
+
+
+def _address(text: str) -> str:
+    """A pack address as announced. Raises ``RequestInvalid``."""
+    host, _, port = text.rpartition(":")
+    if text and not (len(text) <= _MAX_ADDRESS and host and port.isascii() and port.isdigit()):
+        raise RequestInvalid(f"pack_address {text[:_MAX_ADDRESS]!r} is not HOST:PORT")
+    return text
 
 
 def _capabilities(text: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class GroupEngine:
 
     def probe(self) -> dict[str, Any]:
         """As the engine's of one rank, and the number of ranks."""
-        return {**self._alone.probe(), "ranks": self.config.ranks}
+        return {**self._alone.probe(), "ranks": self.config.ranks, "packs": False}
 
     def plan(self, spec: JobSpec, note: Note) -> Plan:
         """As the engine's of one rank."""

@@ -313,7 +313,7 @@ class TestPlacement:
     def test_assignments_shrink_towards_the_end(self) -> None:
         """Never more than half of a node's share of what waits; what others will do sooner is left to them."""
         scheduler = running_job(21, agents=2)
-        scheduler.scored("a1", "1", "j1", make_scored(0, seconds=0.001), 1.0)
+        scheduler.scored("a1", "1", "j1", make_scored(0, seconds=0.001), 0.001)
         sizes = []
         while work := scheduler.acquire("a1", "1", 50, "", 1.0):
             sizes.append(len(shards_of(work)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.core.calls import Holding, SchedulerConfig, ScoreWork, SubmitOptions, Verdict
@@ -309,3 +311,18 @@ class TestSimulation:
         cluster.submit("j", plan_of([COST] * 200))
 
         assert cluster.run(cluster.settled) < 1.1 * ideal_seconds(nodes, 200 * COST)
+
+
+def test_agents_learn_of_those_of_their_own_site_that_serve_packs() -> None:
+    """Not of another site's, not of themselves, and no more of one that has left."""
+    scheduler = Scheduler(CONFIG)
+    for name, site, address in (("p1", "x", "h:1"), ("p2", "x", "h:2"), ("p3", "y", "h:3"), ("f", "x", "")):
+        scheduler.register(replace(info(name), site=site, pack_address=address), 0.0)
+
+    assert ("h:1", "h:2") == scheduler.pack_addresses("f")
+    assert ("h:2",) == scheduler.pack_addresses("p1")
+    assert () == scheduler.pack_addresses("p3") == scheduler.pack_addresses("nobody")
+    scheduler.renew("p1", "1", [], "", None, False, True, 1.0)
+    assert ("h:2",) == scheduler.pack_addresses("f")
+    scheduler.register(replace(info("p2"), site="x"), 2.0)
+    assert () == scheduler.pack_addresses("f")

@@ -26,6 +26,7 @@ CODES: dict[type[errors.FedevalError], grpc.StatusCode] = {
     errors.NotRegistered: grpc.StatusCode.NOT_FOUND,
     errors.AccessError: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.JobKeyConflict: grpc.StatusCode.ALREADY_EXISTS,
     errors.JournalPaused: grpc.StatusCode.UNAVAILABLE,
     errors.Unreachable: grpc.StatusCode.UNAVAILABLE,
