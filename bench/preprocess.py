@@ -1,6 +1,6 @@
 """How long agents that score wait for tokens, with and without an agent that prepares packs for them.
 
-    python bench/preprocess.py [--megabytes N]
+    python bench/preprocess.py [--quick] [--megabytes N]
 
 Real processes: a coordinator, two agents that score, each with a cache of its own as on a machine of its own, and in
 the second run an agent with the role preprocess alone. Long documents; the model is a small one, so that tokens are
@@ -135,6 +135,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=4.0, help="size of the corpus")
+    parser.add_argument("--quick", action="store_true", help="one megabyte")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fedeval-preprocess-") as name:
         directory = Path(name)
@@ -142,7 +143,10 @@ def main() -> None:
         write_char_tokenizer(model)
         evaluator = Evaluator(directory)
         length = 200_000
-        texts = ["abcd" * (length // 4 + i) for i in range(max(1, round(given.megabytes * 1e6 / length)))]
+        texts = [
+            "abcd" * (length // 4 + i)
+            for i in range(max(1, round((1.0 if given.quick else given.megabytes) * 1e6 / length)))
+        ]
         spec = evaluator.spec(model, texts, window={"context": 64}, shard={"tokens": 8192}, batch={"tokens": 8192})
         without = asyncio.run(run(directory / "without", spec, directory, preprocess=False))
         with_one = asyncio.run(run(directory / "with", spec, directory, preprocess=True))

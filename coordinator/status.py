@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -150,6 +151,13 @@ class NodeStatus:
     held: tuple[str, ...]
     version: str
 
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """What does not work on the node as it should, one line each: its devices' driver, say."""
+        # Agents of any version may have written it.
+        found = json.loads(self.capabilities_json or "{}").get("degraded", ())
+        return tuple(str(line) for line in found) if isinstance(found, list) else ()
+
     @classmethod
     def from_message(cls, m: jobs_pb2.Node) -> NodeStatus:
         """Build from a message."""
@@ -169,7 +177,7 @@ class NodeStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return _json(self)
+        return {**_json(self), "degraded": list(self.degraded)}
 
 
 @dataclass(frozen=True, slots=True)

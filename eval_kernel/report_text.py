@@ -155,13 +155,15 @@ def _audits(audits: dict[str, Any]) -> list[tuple[str, str]]:
 def _nodes(report: dict[str, Any]) -> list[str]:
     if not report["nodes"]:
         return []
-    rows = [("node", "shards", "input tokens", "tokens/s", "device", "dtype")]
+    wall = report["timing"]["wall_seconds"]
+    rows = [("node", "shards", "input tokens", "tokens/s", "busy", "device", "dtype")]
     for n in report["nodes"]:
         rate = number(n["input_tokens_per_second"], 4)
-        rows.append((n["node"], str(n["shards"]), f"{n['input_tokens']:,}", rate, n["device"], n["dtype"]))
-    wall = report["timing"]["wall_seconds"]
+        busy = f"{n['seconds'] / wall:.0%}" if wall > 0 else "-"
+        rows.append((n["node"], str(n["shards"]), f"{n['input_tokens']:,}", rate, busy, n["device"], n["dtype"]))
     layouts = [f"layout on {n['node']}: {n['layout']}" for n in report["nodes"] if n["layout"]]
-    return ["", f"Nodes ({wall:.1f} s in all)", *("  " + line for line in [*table(rows, right=(1, 2, 3)), *layouts])]
+    lines = [*table(rows, right=(1, 2, 3, 4)), *layouts]
+    return ["", f"Nodes ({wall:.1f} s in all)", *("  " + line for line in lines)]
 
 
 def _calibration(part: dict[str, Any] | None) -> list[str]:

@@ -7,6 +7,10 @@ from rich.text import Text
 from coordinator.client import call
 from coordinator.commands.common import ADDRESS, Address, AsJson, console, print_json, say, table
 from coordinator.live import duration, plain, speed
+from coordinator.status import NodeState
+
+#: What an active node is called on which something does not work as it should.
+DEGRADED = "DEGRADED"
 
 
 def nodes(as_json: AsJson = False, address: Address = ADDRESS) -> None:
@@ -25,7 +29,7 @@ def nodes(as_json: AsJson = False, address: Address = ADDRESS) -> None:
         rows.add_row(
             Text(plain(node.node)),
             Text(plain(node.site)),
-            node.state.value,
+            DEGRADED if node.degraded and node.state is NodeState.ACTIVE else node.state.value,
             Text(plain(node.activity) or "-"),
             str(len(node.held)),
             str(node.shards_done),
@@ -33,3 +37,6 @@ def nodes(as_json: AsJson = False, address: Address = ADDRESS) -> None:
             f"{duration(node.silence_seconds)} ago",
         )
     console().print(rows)
+    for node in listed:
+        for line in node.degraded:
+            say(f"{plain(node.node)} is degraded: {plain(line)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,10 +11,10 @@ import pytest
 import structlog
 
 from coordinator import cli
-from coordinator.commands import jobs
+from coordinator.commands import jobs, nodes
 from coordinator.commands.common import Answers
 from coordinator.commands.serve import configure_log
-from coordinator.status import Failure, JobState, JobStatus, NodeProgress, NodeState
+from coordinator.status import Failure, JobState, JobStatus, NodeProgress, NodeState, NodeStatus
 from eval_kernel import __version__, errors
 
 
@@ -165,3 +166,22 @@ for module in pkgutil.walk_packages(coordinator.__path__, "coordinator."):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
     assert (0, "") == (result.returncode, result.stderr)
+
+
+def test_a_node_whose_devices_cannot_be_seen_is_degraded_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NVML failed: the node is no plain CPU node."""
+    base: dict[str, object] = dict.fromkeys(NodeStatus.__slots__, "")
+    base.update(silence_seconds=0.0, shards_done=0, tokens_per_second=0.0, held=(), state=NodeState.ACTIVE)
+    reason = "NVML fails (driver/library version mismatch): run nvidia-smi"
+    sick = NodeStatus(**{**base, "node": "sick", "capabilities_json": json.dumps({"degraded": [reason]})})  # type: ignore[arg-type]
+    well = NodeStatus(**{**base, "node": "well", "capabilities_json": '{"degraded": []}'})  # type: ignore[arg-type]
+    monkeypatch.setattr(nodes, "call", lambda *_: [sick, well])
+
+    assert 0 == cli.run(["nodes"])
+    out = capsys.readouterr().out
+    assert f"sick is degraded: {reason}" in " ".join(out.split())
+    assert 1 == out.count("DEGRADED")
+    assert 1 == out.count(NodeState.ACTIVE.value)
+    assert [reason] == sick.to_json()["degraded"]
