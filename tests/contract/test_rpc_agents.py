@@ -66,10 +66,9 @@ def test_registering_answers_identity_protocol_and_timings() -> None:
     async def test(there: Served) -> None:
         agent = await there.agent()
 
-        assert (
-            agents_pb2.RegisterResponse(protocol=1, coordinator="identity", heartbeat_seconds=5.0, lease_seconds=30.0)
-            == agent.registered
-        )
+        timings = {"heartbeat_seconds": 5.0, "lease_seconds": 30.0}
+        wanted = agents_pb2.RegisterResponse(protocol=1, coordinator="identity", site=agents_pb2.Site(), **timings)
+        assert wanted == agent.registered
 
     serving(test)
 

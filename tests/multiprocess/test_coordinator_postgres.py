@@ -67,9 +67,9 @@ def test_every_wrong_journal_is_one_line_with_its_own_code(
         for arguments, journal, code, text in (
             (serve, "mysql://user:hunter2@host/db", 2, "does not begin with postgresql://"),
             (serve, "postgresql://user:hunter2@[host/db", 2, "cannot be read as one of PostgreSQL"),
-            (serve, nowhere, 51, "no PostgreSQL server answers at postgresql://fedeval@127.0.0.1:1/journals"),
-            (serve, wrong_password, 52, "password authentication failed"),
-            (("journal", "verify"), wrong_password, 52, "password authentication failed"),
+            (serve, nowhere, 61, "no PostgreSQL server answers at postgresql://fedeval@127.0.0.1:1/journals"),
+            (serve, wrong_password, 62, "password authentication failed"),
+            (("journal", "verify"), wrong_password, 62, "password authentication failed"),
             (("journal", "verify"), url, 2, "holds no journal"),
             (("journal", "salvage"), url, 2, "pg_dump"),
             (("journal", "verify", "--data-dir", str(tmp_path)), url, 2, "name one"),
@@ -113,8 +113,8 @@ def test_without_the_driver_it_is_named_and_everything_else_works(tmp_path: Path
     """A journal in PostgreSQL is one line with its own code; help, and journals in files, need no extra."""
     url = "postgresql://user:hunter2@127.0.0.1:1/db"
     for arguments, journal, code, text in (
-        (("serve", "--data-dir", str(tmp_path)), url, 50, "pip install 'fedeval[postgres]'"),
-        (("journal", "verify"), url, 50, "pip install 'fedeval[postgres]'"),
+        (("serve", "--data-dir", str(tmp_path)), url, 60, "pip install 'fedeval[postgres]'"),
+        (("journal", "verify"), url, 60, "pip install 'fedeval[postgres]'"),
         (("journal", "verify", "--data-dir", str(tmp_path)), "", 2, "holds no journal"),
         (("serve", "--help"), "", 0, "--journal"),
     ):
